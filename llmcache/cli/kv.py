@@ -386,14 +386,17 @@ def proxy_command(
       llmcache kv proxy ~/kv --limit 50G -- llama-server -m llama-8b.gguf
       llmcache kv proxy ~/kv --url http://127.0.0.1:8081 --slots-dir ~/slots
     """
+    from functools import partial
+
     from llmcache.errors import UsageError
+    from llmcache.kv.prefix.store import BlockStore
     from llmcache.kv.proxy import command as proxy
     from llmcache.units import parse_duration
 
     if bool(words) == (url is not None) or (url is None) != (slots_dir is None):
         hint = "llmcache kv proxy DIR -- llama-server -m model.gguf"
         raise UsageError("kv proxy: give either a command after --, or --url and --slots-dir", hint)
-    limits = proxy.Limits(limit, parse_duration(ttl) if ttl else 0, floor)
+    open_store = partial(BlockStore, directory, limit, parse_duration(ttl) if ttl else 0, floor)
     if url is not None and slots_dir is not None:
-        return proxy.attach(directory, limits, url, slots_dir, listen)
-    return proxy.start(directory, limits, words, listen)
+        return proxy.attach(open_store, url, slots_dir, listen)
+    return proxy.start(open_store, words, listen)

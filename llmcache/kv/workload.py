@@ -1,11 +1,9 @@
 """A *synthetic* stream of keys, values and queries, of any shape and length, with the sparsity that the paper assumes.
 
-Nothing here comes from a model, and every output has to state this.
-
-Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical
-role"; section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for a few) one that all
-queries match, plus its position as slow rotations, so that close tokens match. A query matches the topic of its step,
-which drifts, heavy hitters, and close tokens. Query heads that share a key head (GQA) differ by noise.
+Source: hillinfer.txt, section 1: "only a small subset of tokens, which is usually less than 20%, plays a critical role";
+section 3.2: "temporal locality". A key is noise, plus the direction of its topic, plus (for a few) one that all queries
+match, plus its position as slow rotations, so that close tokens match. A query matches the topic of its step, which
+drifts, heavy hitters, and close tokens. Query heads that share a key head (GQA) differ by noise.
 """
 
 from __future__ import annotations
@@ -22,23 +20,16 @@ from llmcache.arrays import Floats, Int64s
 from llmcache.errors import UsageError
 from llmcache.kv.spill import KvShape
 
-SEGMENT_TOKENS = 128
-"""Consecutive tokens on one topic."""
-DWELL_STEPS = 32
-"""Decode steps of a query from one topic to the next."""
-COMMON = 0.7
-"""Exponent of the frequency of topics by rank: some topics return often."""
-INFORMATIVE = 0.35
-"""Share of a segment's tokens that express its topic."""
-HEAVY = 0.005
-"""Share of the tokens that every query attends to, regardless of its topic."""
+SEGMENT_TOKENS = 128  # consecutive tokens on one topic
+DWELL_STEPS = 32  # decode steps of a query from one topic to the next
+COMMON = 0.7  # exponent of the frequency of topics by rank: some topics return often
+INFORMATIVE = 0.35  # share of a segment's tokens that express its topic
+HEAVY = 0.005  # share of the tokens that every query attends to, regardless of its topic
 TOPICS = 24
 TOPIC_LOGIT, HEAVY_LOGIT, RECENT_LOGIT = 6.0, 5.0, 4.0
 """Contributions to the logit of a token: of its topic, of being a heavy hitter, and of being close."""
-QUERY_NOISE = 0.5
-"""Standard deviation of a query's noise; that of keys and values is 1."""
-MEMORY_STEPS = 8
-"""Steps over which the noise of queries changes."""
+QUERY_NOISE = 0.5  # standard deviation of a query's noise; that of keys and values is 1
+MEMORY_STEPS = 8  # steps over which the noise of queries changes
 
 # These separate the random numbers of each kind.
 _SEGMENT, _TOKEN, _STEP = 1, 2, 3
@@ -98,10 +89,7 @@ class Topics:
         return strength.astype(np.float32), heavy.astype(np.float32)
 
     def of_step(self, step: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Return the topics of a decode step with their weights: the one left and the one approached.
-
-        The last `DWELL_STEPS` tokens of the prompt are steps below 0.
-        """
+        """Return the topics of a decode step (below 0: in the prompt) with their weights: the one left, then the next."""
         dwell, part = divmod(step + DWELL_STEPS, DWELL_STEPS)
         share = part / DWELL_STEPS
         to = share * share * (3 - 2 * share)
@@ -117,10 +105,7 @@ class SyntheticStream:
         self._pairs = max(1, spec.head_dim // 16)
 
     def keys_values(self, layer: int, positions: range) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return keys and values [batch, kv_heads, tokens, head_dim] of `positions`; bfloat16 as its bits, uint16.
-
-        Positions after the prompt are the tokens of the decode steps.
-        """
+        """Return keys and values [batch, kv_heads, tokens, head_dim] of `positions`; bfloat16 as its bits, uint16."""
         sides: list[list[NDArray[Any]]] = [[], []]
         for sequence in range(self.spec.batch):
             segments = range(positions.start // SEGMENT_TOKENS, -(-positions.stop // SEGMENT_TOKENS))
@@ -167,7 +152,6 @@ class SyntheticStream:
         return math.sqrt(logit * math.sqrt(self.spec.head_dim))
 
     def _rotations(self, positions: Int64s) -> Floats:
-        """Return angles [tokens, 2 * pairs] of slow rotations."""
         speeds = np.geomspace(1 / 4, 1 / 256, self._pairs)
         angles = positions[:, None] * speeds
         amplitude = self._amplitude(RECENT_LOGIT) / math.sqrt(self._pairs)
@@ -181,14 +165,10 @@ class SyntheticStream:
         return rows.astype(self.spec.dtype, copy=False)
 
     def queries(self, layer: int, step: int) -> Floats:
-        """Return the queries [batch, heads, head_dim], float32, of decode step `step` (from 0).
-
-        Steps down to -DWELL_STEPS are the last tokens of the prompt.
-        """
+        """Return the queries [batch, heads, head_dim], float32, of decode step `step`; below 0: of the prompt."""
         return np.stack([self._query(layer, sequence, step) for sequence in range(self.spec.batch)])
 
     def prompt_queries(self, layer: int) -> Floats:
-        """Return the queries [batch, heads, DWELL_STEPS, head_dim], float32, of the last tokens of the prompt."""
         return np.stack([self.queries(layer, step) for step in range(-DWELL_STEPS, 0)], axis=2)
 
     def _query(self, layer: int, sequence: int, step: int) -> Floats:
@@ -222,6 +202,5 @@ class SyntheticStream:
         return guessed
 
     def ids(self, positions: range) -> Int64s:
-        """Return the topics of the first sequence at `positions`, as token ids."""
         topics = self._topics[0]
         return np.array([topics.of_segment(position // SEGMENT_TOKENS) for position in positions], np.int64)

@@ -13,13 +13,14 @@ from click.testing import CliRunner
 
 from llmcache import cli
 from llmcache.errors import DataError, MissingRequirement, UsageError
+from llmcache.kv.prefix import common_length
 from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore
 from llmcache.kv.proxy import http, prompts, proxy
 from llmcache.kv.proxy.command import address_of
 from llmcache.kv.proxy.http import Address, Answer, BadRequest
 from llmcache.kv.proxy.prompts import Found, StoredPrompts, tokens_of, uses_states
 from llmcache.kv.proxy.server import Options
-from llmcache.kv.proxy.slots import Slot, SlotTable, Tokens, choose, common
+from llmcache.kv.proxy.slots import Slot, SlotTable, Tokens, choose
 from llmcache.kv.spill.checksum import RunningChecksum, checksums
 
 FINGERPRINT = "0" * 32
@@ -124,7 +125,7 @@ def test_the_slot_with_the_longest_prefix_is_chosen() -> None:
     assert choose([half, empty], long, 1000).slot is empty, "restoring gains 500 tokens"
     first.record(ids(*range(400), 7))
     assert first.stored == 400
-    assert common(ids(), long) == common(ids(1), ids(2)) == 0 and common(ids(1, 2), ids(1, 3)) == 1
+    assert common_length(ids(), long) == common_length(ids(1), ids(2)) == 0 and common_length(ids(1, 2), ids(1, 3)) == 1
 
 
 def test_a_conversation_continues_in_its_slot() -> None:

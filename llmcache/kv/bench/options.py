@@ -1,7 +1,4 @@
-"""The options of `llmcache kv bench`: policies, measured here or modelled on the paper's machine; or a task.
-
-Every error names its option.
-"""
+"""The options of `llmcache kv bench`; every error names its option."""
 
 from __future__ import annotations
 
@@ -28,20 +25,18 @@ from llmcache.units import parse_duration
 
 GQA_8B = ModelShape("an 8B model with 8 KV heads", 32, 4096, 32, 8, 128, 14336, 128256)
 """The measured model by default: the shape of Llama-3-8B."""
-LAYERS = 4
-"""Measured layers by default: all are alike, and each takes a file of its own."""
+LAYERS = 4  # measured layers by default: all are alike, and each takes a file of its own
 ALPHA = 0.2
 DEFAULT_POLICIES, DEFAULT_CONTEXT = "full,h2o,prefetch,leoam,hillinfer", 32 << 10
 TASK_POLICIES, TASK_CONTEXT, TASK_BUDGETS = "mass,icecache,quest,h2o,window", 4 << 10, (64, 128, 256)
-BETAS = tuple(2.0**power for power in range(-4, 8))
-"""Values of beta in a modelled sweep."""
+BETAS = tuple(2.0**power for power in range(-4, 8))  # values of beta in a modelled sweep
 TASK_MODELS = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 """Models that `tools/test` downloads, by name; Gemma's use is subject to Google's Gemma Terms of Use."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options, in tokens and bytes; None if an option was not given. `beta`: a ratio, or "auto"."""
+    """The options, in tokens and bytes; None if an option was not given. `beta` is a ratio, or "auto"."""
 
     policy: str | None
     profile: str
@@ -74,7 +69,6 @@ class BenchOptions:
 
     @property
     def tokens(self) -> int:
-        """The context; UsageError if there are several."""
         return DEFAULT_CONTEXT if self.context is None else _only("--context", self.context)
 
     @property
@@ -97,7 +91,7 @@ def _only(option: str, values: Sequence[int]) -> int:
 
 
 def run(options: BenchOptions, progress: Progress = lambda _: None, drawn: bool = False) -> Bench:
-    """Run the benchmark; `drawn`: the results will be drawn. UsageError names an invalid option."""
+    """Run the benchmark; `drawn`: the results will be drawn."""
     if drawn and options.profile == "paper" and not options.sweep_beta:
         raise UsageError("--plot: a modelled run has no timeline", "add --sweep-beta, or use --profile measured")
     variants = variants_of(DEFAULT_POLICIES if options.policy is None else options.policy, options.without)
@@ -122,7 +116,7 @@ def _measured(options: BenchOptions, variants: list[Variant], progress: Progress
 
 
 def setup_of(options: BenchOptions) -> Setup:
-    """Return the common settings of all policies of a measured benchmark. UsageError names an invalid option."""
+    """Return the settings that all policies of a measured benchmark share."""
     model = options.shape or GQA_8B
     layers = min(LAYERS, model.layers) if options.layers is None else options.layers
     spec = StreamSpec(
@@ -212,7 +206,7 @@ def _system(variant: Variant) -> System:
 
 
 def task_of(name: str, cases: int, options: BenchOptions) -> TaskSetup:
-    """Return the task `name` with its settings from `options`. UsageError names an invalid option."""
+    """Return the task `name` with its settings from `options`."""
     for other in ("alpha", "beta", "ram", "layers"):
         if getattr(options, other) is not None:
             raise UsageError(f"--{other}: cannot be combined with --task", "remove it; --budget sets the attended tokens")
@@ -242,7 +236,7 @@ def task_of(name: str, cases: int, options: BenchOptions) -> TaskSetup:
 
 
 def model_of(name: str | None) -> Path:
-    """Return the path of the model `name`: one of `TASK_MODELS`, or a path; the recall model for None."""
+    """Return the path of the model `name` (one of `TASK_MODELS`, or a path), or of the recall model for None."""
     if name is None:
         return RECALL_MODEL
     if name not in TASK_MODELS:

@@ -1,8 +1,4 @@
-"""Results of `kv bench`, as dataclasses for the table, the JSON and the figures.
-
-For policies: one row per policy (or beta), all measured or all modelled, never mixed. For tasks: a row for each policy,
-budget and context, all *measured*.
-"""
+"""Results of `kv bench`. Rows of one benchmark are all *measured* or all *modelled*; rows of a task are *measured*."""
 
 from __future__ import annotations
 
@@ -21,10 +17,10 @@ MEASURED, MODELLED = KINDS = ("measured", "modelled")
 
 @dataclass(frozen=True)
 class Observed:
-    """Results that only a run on this machine has, over its decode steps: times in ns, bytes and pages in total.
+    """Results of a run on this machine: times (ns) of its decode steps, total bytes and pages.
 
-    `device`: time of commands to the *emulated* device, modelled and wall time separately; None without a device.
-    `timeline`: the spans of the last step.
+    `device`: time of commands to the *emulated* device, modelled and wall time apart; None without one. `timeline`: the
+    spans of the last step.
     """
 
     steps_ns: tuple[int, ...]
@@ -43,8 +39,8 @@ class Observed:
 class Row:
     """One policy: times (ns) and bytes of one decode step, a token of every sequence; medians if measured.
 
-    `stages_ns`: each as long as any resource was busy with it. `exposed_ns`: part of the token's time without
-    computation. `beta`: Mc / Ms; None if nothing is on the SSD. `moved_bytes`: by link.
+    `stages_ns`: time in which any resource was busy with the stage. `exposed_ns`: time without computation. `beta`:
+    Mc / Ms; None if nothing is on the SSD. `moved_bytes`: by link.
     """
 
     policy: str
@@ -63,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Marks:
-    """Expected minimum of a sweep of beta: `rule`, f_c / f_s (bytes/s of keys), or `m0` if memory is exhausted before."""
+    """Expected minimum of a sweep of beta: `rule` = f_c / f_s (bytes/s of keys), or `m0` if memory is the limit."""
 
     f_c: float
     f_s: float
@@ -81,7 +77,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Bench:
-    """A whole benchmark. `conditions`: all settings; `marks`: rows are a sweep of beta."""
+    """A whole benchmark; `marks`: the rows are a sweep of beta."""
 
     kind: str
     conditions: Mapping[str, Any]
@@ -90,7 +86,6 @@ class Bench:
     notes: tuple[str, ...] = field(default=())
 
     def speedups(self, row: Row) -> dict[str, float]:
-        """Return the speed-ups of `row` over each other policy; empty for a sweep."""
         return {other.policy: row.speedup_over(other) for other in self.rows if other.policy != row.policy}
 
     def document(self) -> dict[str, Any]:
@@ -105,19 +100,17 @@ class Bench:
 
 # Tasks
 
-STOCK = "stock"
-"""Policy of the row of transformers' own cache."""
+STOCK = "stock"  # policy of the row of transformers' own cache
 LOADING, QUERY, UPDATE, DECODING = PARTS = ("loading", "query", "update", "decoding")
 """Parts of the time of a token: fetching the selected tokens, selecting them, updating tables and index, and the rest
 (the model, and gathering rows). Source: icecache.txt, figure 7c, which has loading, query, decoding and others.
 """
-MOST = 0.5
-"""Share of right answers from which the full cache is a valid reference."""
+MOST = 0.5  # share of right answers from which the full cache is a valid reference
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers: `right` and `asked` per context, in their order; `depths`: position of the answer in the context, 0..1.
+    """Per context, the number of answers that are `right`, and of those `asked`; `depths`: 0..1, position in the context.
 
     `kept`: number of `right` answers that transformers' own cache has right too.
     """
@@ -137,9 +130,7 @@ class Answers:
 
     @property
     def error(self) -> float:
-        """Standard error of the share: over contexts, whose answers are correlated; for one context, over its
-        questions.
-        """
+        """Standard error of the share: over contexts, whose answers are correlated, or over questions for one context."""
         if len(self.asked) < 2:
             return math.sqrt(self.share * (1 - self.share) / self.questions)
         off = [right - self.share * asked for right, asked in zip(self.right, self.asked, strict=True)]
@@ -147,7 +138,6 @@ class Answers:
         return math.sqrt(sum(one * one for one in off) * count / (count - 1)) / self.questions
 
     def by_depth(self) -> dict[float, float]:
-        """Return the share of right answers at each depth, ascending; empty without depths."""
         found: dict[float, list[int]] = {}
         for right, asked, depth in zip(self.right, self.asked, self.depths or [], strict=False):
             sums = found.setdefault(depth, [0, 0])
@@ -158,10 +148,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Attention:
-    """Quality of the selection, means over steps, layers and query heads, compared with attention to everything.
+    """Quality of the selection, means over steps, layers and query heads.
 
-    `recall`: share of the middle tokens with the largest weights that were selected, among as many as were selected.
-    `mass`: share of all weights on attended tokens, sink and window included.
+    `recall`: share of the k middle tokens with the largest weights among the k selected. `mass`: share of all weights on
+    attended tokens, sink and window included.
     """
 
     recall: float
@@ -181,7 +171,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class KvMemory:
-    """Bytes in memory for one sequence at the end: pages of keys and values, and the policy's index."""
+    """Bytes in memory for one sequence at the end."""
 
     kv_bytes: int
     index_bytes: int
@@ -191,9 +181,8 @@ class KvMemory:
 class TaskRow:
     """One cache at one context. `budget`: None if it attends to everything. `moved_bytes`: per step, by link.
 
-    `losses`: for each text, the mean of -log p over its next tokens; `divergences`: the mean Kullback-Leibler
-    divergence from the full cache, which varies less by chance than a difference of losses. Both are in nats, and None
-    unless the task is `loss`.
+    For the task `loss`, in nats: `losses` has the mean of -log p over the next tokens of each text; `divergences` has the
+    mean Kullback-Leibler divergence from the full cache, which varies less by chance than a difference of losses.
     """
 
     policy: str
@@ -217,7 +206,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class TaskBench:
-    """All rows of a task; `conditions`: all settings."""
+    """All rows of a task."""
 
     task: str
     conditions: Mapping[str, Any]
@@ -236,10 +225,7 @@ class TaskBench:
         return None if row.answers.kept is None or full.share < MOST else sum(row.answers.kept) / sum(full.right)
 
     def above(self, row: TaskRow) -> tuple[float, float] | None:
-        """Return the loss of `row` minus that of the full cache, in nats per token, and its standard error.
-
-        None unless the task is `loss`; the error of a single text is NaN.
-        """
+        """Return the loss of `row` above the full cache's and its standard error, in nats per token; None without losses."""
         full = self.stock(row.context).losses
         if row.losses is None or full is None:
             return None
@@ -269,7 +255,7 @@ def mean_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def read_bench(document: object, source: str) -> Bench:
-    """Return the benchmark in `document`, from `Bench.document`; DataError names `source` and the invalid field."""
+    """Return the benchmark that `Bench.document` wrote; DataError names `source` and the invalid field."""
     with invalid(source, "create it with 'llmcache kv bench --json'"):
         check_schema(document, SCHEMA)
         bench: Bench = from_json(Bench, document)
@@ -286,7 +272,7 @@ def read_bench(document: object, source: str) -> Bench:
 
 
 def read_task(document: Mapping[str, Any], source: str) -> TaskBench:
-    """Return the results in `document`, from `TaskBench.document`; DataError names `source` and the invalid field."""
+    """Return the results that `TaskBench.document` wrote; DataError names `source` and the invalid field."""
     with invalid(source, "create it with 'llmcache kv bench --task … --json'"):
         bench: TaskBench = from_json(TaskBench, document)
         if not bench.rows:

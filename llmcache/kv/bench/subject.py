@@ -1,7 +1,7 @@
 """Measure a model: answers, time and selected tokens, with any cache and otherwise equal conditions.
 
-Answers: figure 8 of hillinfer.txt, section 4.3, measures them on OpenBookQA, RTE, PIQA and COPA. Differs from the
-paper: small models, generated tasks, and texts found on the machine (`llmcache.kv.tasks`).
+Source: hillinfer.txt, section 4.3, figure 8. Differs from the paper: small models, generated tasks and texts of this
+machine (`llmcache.kv.tasks`) instead of OpenBookQA, RTE, PIQA and COPA.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STAGES = {QUERY: EVALUATE, LOADING: FETCH, UPDATE: UPDATING}
 
 
 def load_model(path: str | Path) -> Any:
-    """Return the model in a directory, or in a GGUF file converted to float32, ready for a SpillCache.
+    """Return an enabled model from a directory, or from a GGUF file as float32.
 
     DataError: there is no model. MissingRequirement: the packages that read GGUF files are missing.
     """
@@ -70,9 +70,9 @@ def _place(path: str | Path) -> dict[str, Any]:
 
 
 class Subject:
-    """An enabled model from a directory or a GGUF file, on the GPU if torch has one, and its tokenizer.
+    """An enabled model, on the GPU if torch has one, and its tokenizer, which the recall model does not have.
 
-    `tokenizer`: None for the recall model. UsageError: the path does not exist. Other errors as for `load_model`.
+    UsageError: the path does not exist; DataError: there is no tokenizer; other errors as for `load_model`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -93,7 +93,6 @@ class Subject:
 
     @property
     def first(self) -> list[int]:
-        """The tokens that begin every text."""
         token = None if self.tokenizer is None else self.tokenizer.bos_token_id
         return [] if token is None else [int(token)]
 
@@ -106,7 +105,7 @@ class Subject:
 
 
 def random_model(shape: Mapping[str, int]) -> Any:
-    """Return an enabled Llama with the config `shape` and random weights: only for measuring times."""
+    """Return an enabled Llama with the config `shape` and random weights, to measure times."""
     torch.manual_seed(0)
     return enable(LlamaForCausalLM(LlamaConfig(**shape)).eval())
 
@@ -143,10 +142,7 @@ def logits(model: Any, cache: Any, ids: Int64s) -> torch.Tensor:
 
 
 def follow(model: Any, cache: Any, text: Document) -> Floats:
-    """Return log p [n - 1, vocabulary], in nats, of all but the first of the n tokens that follow `text`.
-
-    The cache has read `text`; each token is predicted from the true tokens before it.
-    """
+    """Return log p [n - 1, vocabulary], in nats, of the n tokens after `text` but the first; the cache has read `text`."""
     found = [logits(model, cache, text.following[:, at : at + 1]) for at in range(text.following.shape[1] - 1)]
     log_p: Floats = torch.cat(found).float().log_softmax(-1).cpu().numpy()
     return log_p
@@ -164,10 +160,10 @@ def answer(model: Any, cache: Any, task: Questions | Chain) -> Flags:
 
 
 def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
-    """Return which answers [batch, n] of `task` the model gives right, with a cache that has read the contexts.
+    """Return which answers [batch, n] are right, with a cache that has read the contexts.
 
-    An answer is right if greedy decoding gives every token. A probe continues with the true answer; in a chain the
-    model's own answers determine the next question.
+    An answer is right if greedy decoding gives every token. A probe continues with the true answer; in a chain the model's
+    own answers determine the next question.
     """
     found = []
     if isinstance(task, Chain):
@@ -193,8 +189,7 @@ def ask(model: Any, cache: Any, task: Probe | Chain) -> Flags:
 def accuracy(model: Any, questions: Questions | Chain, policy: str | None = None, **settings: Any) -> float:
     """Return the share (0..1) of `questions` that `model` answers right, with all contexts in one batch.
 
-    `policy` None: transformers' own cache; otherwise a SpillCache with `settings`, which selects tokens even if the
-    contexts are short.
+    `policy` None: transformers' own cache; otherwise a SpillCache with `settings`, which selects tokens from the first on.
     """
     # Products of such a small model take longer to distribute over threads than to compute.
     with torch_threads(1):
@@ -220,10 +215,9 @@ class _Recorder(Conversation):
 
 
 class Prompt:
-    """Keys, values and queries of a batch of prompts of equal length, computed from `ids` by an enabled model.
+    """Keys, values and queries of a batch of prompts `ids`, computed once to fill several caches.
 
-    Prompts use exact attention with any policy, so one computation can fill several caches. Use it only for accuracy,
-    and for the time of later steps.
+    This is valid because prompts get exact attention with every policy. Use it for accuracy and the time of later steps.
     """
 
     def __init__(self, model: Any, ids: Int64s) -> None:
@@ -234,9 +228,9 @@ class Prompt:
 
     @classmethod
     def by_chance(cls, model: Any, tokens: int) -> Prompt:
-        """Return *synthetic* normally distributed keys and values; only for measuring times.
+        """Return *synthetic*, normally distributed keys and values, and zero queries, to measure times.
 
-        All layers of `model` must use full attention. Policies that need queries see zeros.
+        All layers of `model` must use full attention.
         """
         made = cls.__new__(cls)
         text = model.config.get_text_config(decoder=True)
@@ -264,7 +258,7 @@ class Prompt:
 
 
 class Run:
-    """One sequence generated with one cache, step by step, so that several can alternate."""
+    """One sequence that is generated with one cache, step by step, so that several can alternate."""
 
     def __init__(self, model: Any, cache: Any, timeline: Timeline | None = None) -> None:
         self._model, self.cache, self._timeline = model, cache, timeline
@@ -273,7 +267,6 @@ class Run:
         self._before = Traffic()
 
     def read(self, ids: Int64s) -> None:
-        """Read a prompt [1, tokens] and generate the second token; measurements begin with the next step."""
         begin_ns = time.perf_counter_ns()
         self._next = feed(self._model, self.cache, ids)
         self._prefill_ns = time.perf_counter_ns() - begin_ns
@@ -281,7 +274,6 @@ class Run:
         self._second_ns = time.perf_counter_ns() - begin_ns
 
     def take(self, given: Prompt) -> None:
-        """Fill the cache from `given`, and continue with any token: only for the time of steps."""
         given.give(self.cache)
         self._next = np.array([0])
 
@@ -319,7 +311,6 @@ class Run:
         return len(self._steps_ns)
 
     def memory(self) -> KvMemory:
-        """Return the memory of the cache, without pages of the spill file in the page cache."""
         if not isinstance(self.cache, SpillCache):
             sides = (side for layer in self.cache.layers for side in (layer.keys, layer.values))
             return KvMemory(sum(side.numel() * side.element_size() for side in sides), 0)
@@ -328,7 +319,7 @@ class Run:
 
 
 class Watch:
-    """Wraps a policy, and computes exact attention in addition to each selection (slow: everything is read).
+    """Wraps a policy, and computes exact attention for comparison with each selection (slow: everything is read).
 
     `recalls` and `masses` (see `Attention`) have one mean over the batch and the heads for each step and layer with a
     selection. The newest token is not counted.
@@ -359,7 +350,6 @@ class Watch:
 
 
 def _recalled(weights: Floats, chosen: Flags) -> float:
-    """Return the share of the k tokens with the largest weights (sums by key head) that are among the k chosen ones."""
     best_first = np.argsort(-weights.sum(2), axis=-1)
     are_best = np.arange(chosen.shape[2]) < chosen.sum(2, keepdims=True)
     return float(np.take_along_axis(chosen, best_first, 2)[are_best].mean())

@@ -1,8 +1,7 @@
-"""One decode step of each policy over a *synthetic* stream, *measured* on this machine.
+"""One decode step of each policy over a *synthetic* stream, *measured* on this machine; the policies alternate.
 
-Policies alternate, so that disturbances affect all. The accelerator and the computational SSD are *emulated*. Only the
-decode step is timed, without the computation of keys, values, queries, or weights for policies that need them: an
-accelerator has the weights anyway.
+The accelerator and the computational SSD are *emulated*. The computation of keys, values and queries is not timed, nor
+that of weights for policies that need them, because an accelerator has the weights anyway.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ from llmcache.model.shapes import ModelShape
 from llmcache.papers.csd import PROFILES, CsdProfile, Report
 from llmcache.units import format_duration, format_size
 
-FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
-"""Betas of a sweep, as multiples of the expected best one."""
-SPARE_SHARE = 0.5
-"""Share of the available memory that pools of alternating policies may use together."""
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)  # betas of a sweep, as multiples of the expected best one
+SPARE_SHARE = 0.5  # share of the available memory that pools of alternating policies may use together
 SPEED_RUNS = 15
-CHUNK_TOKENS = 2048
-"""Tokens of a prompt that are computed and stored at a time."""
+CHUNK_TOKENS = 2048  # tokens of a prompt that are computed and stored at a time
 _NS = 1e9
 
 Progress = Callable[[str], None]
@@ -49,17 +45,16 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Computes a layer. *Emulated*: it sleeps for the ns that `layer_ns` returns for a number of attended tokens.
+    """Computes a layer: sleeps for the ns that `layer_ns` returns for a number of attended tokens (*emulated*).
 
-    A sleeping processor is free for evaluation and fetches, as with a real accelerator. Without `layer_ns` this
-    processor computes, with numpy, only attention in float32.
+    Without `layer_ns`, the processor computes only the attention, in float32 with numpy.
     """
 
     title: str = "this processor, attention alone, numpy float32"
     layer_ns: Callable[[int], float] | None = None
 
     def compute(self, queries: Floats, gathered: Gathered) -> None:
-        """Attend with `queries` [batch, heads, dim] to the gathered tokens; return when the layer is computed."""
+        """Attend with `queries` [batch, heads, dim]; return when the layer is computed."""
         if self.layer_ns is None:
             attention(queries, gathered.keys, gathered.values, repeated(gathered.positions))
         else:
@@ -67,10 +62,7 @@ class Accelerator:
 
 
 def modelled(hardware: Hardware, model: ModelShape, batch: int) -> Accelerator:
-    """Return an emulated accelerator with the modelled speed of that of `hardware`: a roofline of memory and products.
-
-    Source: as `planning.latency`, without the host-to-accelerator link: here everything is in one memory.
-    """
+    """Return an emulated accelerator with the roofline of `hardware` (see `planning.latency`), without its host link."""
 
     def layer_ns(tokens: int) -> float:
         attended = 2.0 * model.key_bytes * tokens * batch
@@ -87,7 +79,7 @@ def fixed(duration_ns: int) -> Accelerator:
 
 
 def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
-    """Return the variants in `text`, a comma-separated list; `without`: designs to leave out of every HillInfer.
+    """Return the variants in the comma-separated `text`; `without`: designs to leave out of every HillInfer.
 
     UsageError: none, a duplicate, an unknown design, or a design of another policy.
     """
@@ -109,11 +101,11 @@ def variants_of(text: str, without: Sequence[str] = ()) -> list[Variant]:
 
 @dataclass(frozen=True)
 class Setup:
-    """Common settings of all policies of a benchmark.
+    """Settings that all policies of a benchmark share.
 
-    `beta`: Mc / Ms. `memory_bytes`: M0, of all layers and sequences. `exact`: a layer that was evaluated ahead is
-    evaluated again with its true queries. `device`: "csd" (*emulated*, with the speeds of `csd`) or "file", for
-    policies designed for a device; all others read the file. `directory`: of the spill files.
+    `beta`: Mc / Ms. `memory_bytes`: M0, of all layers and sequences. `exact`: a layer that was evaluated ahead is evaluated
+    again with its true queries. `device`: "csd" (*emulated*, with the speeds of `csd`) or "file", for policies designed for
+    a device; all others read the file.
     """
 
     spec: StreamSpec
@@ -133,21 +125,16 @@ class Setup:
 
     @property
     def cpu_pages(self) -> int:
-        """Capacity of the processor's pool, in pages per layer and sequence.
+        """Capacity of the processor's pool, in pages per layer and sequence: as much as M0 allows.
 
-        Source: hillinfer.txt, section 3.3, equation 1. Differs from the paper: if M0 is the limit, it is the size (the
-        paper only says that Mc is below it).
+        Source: hillinfer.txt, section 3.3, equation 1, which only says that Mc is below M0.
         """
         pages = self.spec.shape.pages_of(self.spec.context + self.warm_up + self.steps)
         pages = math.floor(pages * self.beta / (1 + self.beta))
-        return pages if self.memory_bytes is None else min(pages, self.memory_bytes // self._page_bytes)
+        return pages if self.memory_bytes is None else min(pages, self.memory_bytes // self.page_bytes)
 
     @property
-    def pool_bytes(self) -> int:
-        return self.cpu_pages * self._page_bytes
-
-    @property
-    def _page_bytes(self) -> int:
+    def page_bytes(self) -> int:
         shape = self.spec.shape
         return shape.token_bytes * shape.page_tokens * shape.layers * self.spec.batch
 
@@ -215,7 +202,6 @@ class PolicySession:
         self.engine.finish_step(ids, np.tile(np.arange(part.start, part.stop), (len(ids), 1)))
 
     def decode(self, step: int) -> None:
-        """Run decode step `step` (from 0, in order), and record its time after the warm-up."""
         if step == self.setup.warm_up:  # traffic of prefill and warm-up does not count
             self._traffic, report = since(Traffic(), self.store.traffic), self.store.device_report
             self._device = Report() if report is None else replace(report)
@@ -246,7 +232,6 @@ class PolicySession:
             self._steps_ns.append(self.timeline.now_ns() - begin_ns)
 
     def row(self) -> Row:
-        """Return the result of the steps after the warm-up: medians, and means per step."""
         steps, store = self.timeline.steps, self.store
         token_ns = statistics.median(self._steps_ns)
         moved = since(self._traffic, store.traffic)
@@ -289,7 +274,7 @@ class PolicySession:
 
 
 def since(before: Traffic, now: Traffic) -> Traffic:
-    """Return the counts after `before`; for Traffic(), a copy of `now`."""
+    """Return the counts after `before`."""
     counted = {
         name: getattr(now, name) - getattr(before, name)
         for name in ("pages_up", "pages_down", "ping_pong_pages", "hits_cpu", "hits_ssd")
@@ -312,10 +297,7 @@ def compare(setup: Setup, variants: Sequence[Variant], progress: Progress = lamb
 
 
 def sweep(setup: Setup, variant: Variant, progress: Progress = lambda _: None, factors: Sequence[float] = FACTORS) -> Bench:
-    """Return a row for each beta around the one expected by rule and memory, all of one policy.
-
-    Betas at which sink and window alone would fill the pool are left out.
-    """
+    """Return a row for each beta around the expected one, without those at which sink and window would fill the pool."""
     marks = marks_of(setup, variant, progress)
     betas = sorted({marks.expected * factor for factor in factors if marks.m0 is None or factor <= 1})
     todo = [replace(setup, beta=beta) for beta in betas]
@@ -354,7 +336,7 @@ def speeds(session: PolicySession) -> tuple[float, float]:
 
 
 def _rows(todo: Sequence[tuple[Setup, Variant]], progress: Progress) -> tuple[list[Row], tuple[str, ...]]:
-    if sum(setup.pool_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
+    if sum(setup.cpu_pages * setup.page_bytes for setup, _ in todo) <= SPARE_SHARE * machine_memory().available_bytes:
         return _in_turns(todo, progress), ()
     rows = [row for one in todo for row in _in_turns([one], progress)]
     return rows, ("the policies ran one after another, because their pools do not fit in memory together",)

@@ -1,8 +1,7 @@
 """Tasks for a transformers model with its own cache and with spilled ones: answers, attention, time, bytes, memory.
 
-Each cache has three runs: one answers all questions; one compares the selection with exact attention for a few
-contexts; and one generates a sequence, alternating with all other caches, for times and bytes. *Measured* here. torch
-and transformers are imported on demand.
+Each cache has three *measured* runs: one answers all questions; one compares the selection with exact attention for a
+few contexts; and one generates a sequence, alternating with all other caches, for times and bytes.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ product of a group of heads: the papers' rule; or by mass, with one budget for a
 """
 STOCK_TITLE = "DynamicCache"
 WARM_UP = 3
-AT_ONCE_TOKENS = 1 << 16
-"""Tokens of all contexts that are read at a time, so that their keys and queries fit in memory."""
-WATCHED = 4
-"""Contexts whose questions are repeated to compare the selection with exact attention."""
+AT_ONCE_TOKENS = 1 << 16  # tokens read in one batch, so that their keys and queries fit in memory
+WATCHED = 4  # contexts whose questions are repeated to compare the selection with exact attention
 
 
 @dataclass(frozen=True)
@@ -90,9 +87,9 @@ class Candidate:
         return VARIANTS[self.policy][1] if self.policy in VARIANTS else policy_class(self.policy).title
 
     def cache(self, model: Any, threads: int | None, directory: Path | None, timeline: Timeline | None = None) -> Any:
-        """Return a new cache, a context manager; spilled ones have a file in `directory`.
+        """Return a new cache, a context manager, with a spill file in `directory`, or all in memory for None.
 
-        `directory` None: everything is in memory, as always for the oracle, which reads every key at every step.
+        The oracle is always in memory, because it reads every key at every step.
         """
         from llmcache.kv.bench.subject import stock
         from llmcache.kv.transformers import SpillCache
@@ -120,7 +117,6 @@ class CollectedAnswers:
     divergences: list[float] = field(default_factory=list)
 
     def add(self, right: Flags, full: Flags, depths: Sequence[float] | None) -> None:
-        """Add which answers [contexts, n] are right, with this candidate and with the full cache."""
         self.right += right.sum(1).tolist()
         self.asked += [right.shape[1]] * len(right)
         self.kept += (right & full).sum(1).tolist()
@@ -189,10 +185,10 @@ def answered(
     setup: TaskSetup, subject: Subject, context: int, directory: Path | None, everyone: Sequence[Candidate],
     texts: list[str], progress: Progress = lambda _: None, least: float = 0.0,
 ) -> dict[Candidate, CollectedAnswers]:  # fmt: skip
-    """Return the answers of every candidate, the first of which is transformers' own cache; append sources to `texts`.
+    """Return the answers of every candidate, transformers' own cache first; append sources to `texts`.
 
-    `least`: required share of right answers of transformers' own cache; once it is out of reach, only that cache
-    continues and is returned.
+    `least`: required share of right answers of transformers' own cache. When it is out of reach, only that cache continues
+    and is returned.
     """
     from llmcache.kv.bench.subject import Prompt, said
 
@@ -263,9 +259,7 @@ def in_turns(
     model: Any, everyone: Sequence[Candidate], directory: Path, steps: int, threads: int | None,
     begin: Callable[[Run], None], result_of: Callable[[Candidate, Run], Result],
 ) -> list[Result]:  # fmt: skip
-    """Return the result of `result_of` for a sequence of every candidate, started by `begin`; they alternate step by
-    step.
-    """
+    """Return the results of `result_of`, for sequences that `begin` starts and that alternate step by step."""
     from llmcache.kv.bench.subject import Run
 
     with contextlib.ExitStack() as stack:

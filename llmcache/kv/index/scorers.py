@@ -1,7 +1,6 @@
 """Scorers find the tokens of one layer and sequence whose keys are most important for queries.
 
-`SCORERS` lists them; `PageIndexes` manages those of a store. One thread at a time uses a scorer, and scorers share no state.
-With lookahead, the engine's worker indexes layer l while the caller computes layer l + 1, because the loops release the GIL.
+`SCORERS` lists them; `PageIndexes` manages those of a store. One thread at a time uses a scorer; scorers share no state.
 """
 
 from __future__ import annotations
@@ -32,22 +31,14 @@ from llmcache.kv.tiers import KvStore, Selection
 
 MEAN_TOKENS = 512
 """`PackedScorer` computes a new mean when this many tokens are added together; it then takes under a byte per key."""
-STEPS = 127
-"""In `RoundedScorer`, steps from 0 to the largest number of a key."""
-ROUNDED = 1 << 17
-"""Numbers rounded at a time, so that they fit in the CPU cache as float32."""
-QUERIES = 16
-"""Sets of queries in a trial."""
-WIDER = (1, 2, 4)
-"""Factors by which a trial widens the search in a tree until it finds enough."""
-MARGIN = 1.1
-"""Factor by which the tree has to be faster, because times of few queries are inexact."""
-SLOTS = 1.6
-"""Slots of a tree per key, at most, with unused room (see `DciIndex`)."""
-FEED_PAGES = 512
-"""Pages read from the store at a time when many are missing."""
-GROWTH = 17 / 16
-"""Factor by which the memory of an index grows when it is full."""
+STEPS = 127  # in `RoundedScorer`, steps from 0 to the largest number of a key
+ROUNDED = 1 << 17  # numbers rounded at a time, so that they fit in the CPU cache as float32
+QUERIES = 16  # sets of queries in a trial
+WIDER = (1, 2, 4)  # factors by which a trial widens the search in a tree until it finds enough
+MARGIN = 1.1  # factor by which the tree has to be faster, because times of few queries are inexact
+SLOTS = 1.6  # slots of a tree per key, at most, with unused room (see `DciIndex`)
+FEED_PAGES = 512  # pages read from the store at a time when many are missing
+GROWTH = 17 / 16  # factor by which the memory of an index grows when it is full
 SUM_TOKENS = 1024
 """Tokens per sum in `ValueSums`: sums take 1/1000 of the memory of values; a partly removed block is added again."""
 
@@ -56,11 +47,9 @@ SUM_TOKENS = 1024
 class ScorerSettings:
     """Settings of scorers.
 
-    `combine`: "max" or "sum" over the query heads of a key head. `threads`: None for one per CPU. `whole_pages`: the tree
-    returns the pages of the best keys (algorithm 3). `recall`: share of the best keys that `auto` requires of the tree;
-    `least`: number of tokens from which `auto` tries it. `chunk_pages`: of `ChunkScorer`.
-
-    Differs from the paper: the default is the best keys, because rows are loaded from a file in the order of tokens.
+    `combine`: "max" or "sum" over the query heads of a key head. `whole_pages`: the tree returns the pages of the best keys
+    (algorithm 3), and not the best keys, which suit a file in the order of tokens better. `recall`: share of the best keys
+    that `auto` requires of the tree, which it tries from `least` tokens on. `chunk_pages`: of `ChunkScorer`.
     """
 
     combine: str = "max"
@@ -90,8 +79,7 @@ class PageIndex(ABC):
 
     @property
     @abstractmethod
-    def page_bytes(self) -> float:
-        """Average memory of a page, without unused room."""
+    def page_bytes(self) -> float: ...
 
     @property
     def step(self) -> int:
@@ -201,7 +189,7 @@ class Scorer(PageIndex):
 
 
 class Grown:
-    """An array that grows along its first axis by `GROWTH` when it is full."""
+    """An array that grows along its first axis by `GROWTH`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._array: NDArray[Any] = np.empty((0, *shape), dtype)
@@ -232,8 +220,26 @@ class Grown:
         self._used = rows
 
 
-class ExactScorer(Scorer):
-    """Keeps and scores all keys, so its result is exact."""
+class GrownScorer(Scorer):
+    """A scorer that keeps one row for each page in arrays."""
+
+    _kept: list[Grown]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(stored.size_bytes for stored in self._kept)
+
+    @property
+    def page_bytes(self) -> float:
+        return sum(stored.row_bytes for stored in self._kept)
+
+    def _crop(self, end: int) -> None:
+        for stored in self._kept:
+            stored.cut((end - self.first) // self.shape.page_tokens)
+
+
+class ExactScorer(GrownScorer):
+    """Scores all keys, which it keeps as they are."""
 
     name = "exact"
 
@@ -245,14 +251,6 @@ class ExactScorer(Scorer):
         self._kept = [Grown((*size, dim), dtype), *(Grown(size, kind) for kind in scales)]
 
     @property
-    def size_bytes(self) -> int:
-        return sum(stored.size_bytes for stored in self._kept)
-
-    @property
-    def page_bytes(self) -> float:
-        return sum(stored.row_bytes for stored in self._kept)
-
-    @property
     def _pages(self) -> list[NDArray[Any]]:
         return [stored.rows for stored in self._kept]
 
@@ -262,10 +260,6 @@ class ExactScorer(Scorer):
     def _append(self, *sides: NDArray[Any]) -> None:
         for stored, rows in zip(self._kept, sides, strict=True):
             stored.append(as_pages(rows, self.shape.page_tokens))
-
-    def _crop(self, end: int) -> None:
-        for stored in self._kept:
-            stored.cut((end - self.first) // self.shape.page_tokens)
 
     def _top(self, queries: Floats, k: int) -> Int64s:
         found: Int64s = top(self._combined(queries), k, self.settings.threads)
@@ -301,8 +295,8 @@ class PackedScorer(ExactScorer):
     """Keeps two bits for each number of a key, after centering and rotation, and a scale for each key.
 
     Measured with SmolLM2: the chosen 112 of 4,096 tokens have 0.975 of the attention of the best 112 on average. Source:
-    Zandieh et al., TurboQuant, 2025, section 3.1. Differs from it: levels are equidistant, the mean is subtracted first (of
-    at least `MEAN_TOKENS` tokens added together, else the previous mean), and a key's scale minimizes its error.
+    Zandieh et al., TurboQuant, 2025, section 3.1. Differs from it: levels are equidistant, the mean of at least
+    `MEAN_TOKENS` tokens is subtracted first, and a key's scale minimizes its error.
     """
 
     name = "packed"
@@ -351,33 +345,22 @@ class PackedScorer(ExactScorer):
         return found
 
 
-class QuestScorer(Scorer):
+class QuestScorer(GrownScorer):
     """Keeps the largest and smallest numbers of a page (2 of its 16 rows); returns the pages with the largest bounds.
 
-    The score kernels compute the bound for query q as one product: [max(q, 0), min(q, 0)] with [largest, smallest].
-
-    Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, section 2.2.
+    The bound for query q is one product: [max(q, 0), min(q, 0)] with [largest, smallest]. Source: Tang et al., Quest, ICML
+    2024, section 3; baseline of icecache.txt, section 2.2.
     """
 
     name = "quest"
 
     def _begin(self) -> None:
         self._boxes = Grown((self.shape.kv_heads, 2 * self.shape.head_dim), np.float32)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._boxes.size_bytes
-
-    @property
-    def page_bytes(self) -> float:
-        return self._boxes.row_bytes
+        self._kept = [self._boxes]
 
     def _add(self, keys: NDArray[Any]) -> None:
         pages = as_pages(widened(keys), self.shape.page_tokens)
         self._boxes.append(np.concatenate([pages.max(axis=2), pages.min(axis=2)], axis=-1))
-
-    def _crop(self, end: int) -> None:
-        self._boxes.cut((end - self.first) // self.shape.page_tokens)
 
     def bounds(self, queries: Floats, boxes: Floats | None = None) -> Floats:
         """Return the combined bounds [kv_heads, n] of `boxes` [n, kv_heads, 2 * dim]; None for all pages."""
@@ -401,10 +384,7 @@ class QuestScorer(Scorer):
 
 
 class ChunkScorer(QuestScorer):
-    """Also keeps the boxes of chunks of `chunk_pages` pages, and scores only pages of promising chunks.
-
-    Source: Sun et al., LeoAM, 2025 (KV abstracts of chunks).
-    """
+    """Also keeps the boxes of chunks of `chunk_pages` pages. Source: Sun et al., LeoAM, 2025 (KV abstracts of chunks)."""
 
     name = "chunks"
 
@@ -414,11 +394,11 @@ class ChunkScorer(QuestScorer):
 
     @property
     def size_bytes(self) -> int:
-        return self._boxes.size_bytes + self._chunks.size_bytes
+        return super().size_bytes + self._chunks.size_bytes
 
     @property
     def page_bytes(self) -> float:
-        return self._boxes.row_bytes * (1 + 1 / self.settings.chunk_pages)
+        return super().page_bytes * (1 + 1 / self.settings.chunk_pages)
 
     def _add(self, keys: NDArray[Any]) -> None:
         page = len(self._boxes.rows)
@@ -439,10 +419,7 @@ class ChunkScorer(QuestScorer):
             self._chunks.append(np.concatenate([largest, smallest], axis=-1))
 
     def best_pages(self, queries: Floats, pages: range, count: int) -> Int64s:
-        """Return the `count` of `pages` with the largest bounds, [kv_heads, count], ascending.
-
-        The result is the same as without chunks.
-        """
+        """Return the `count` of `pages` with the largest bounds, [kv_heads, count], ascending, as without chunks."""
         coarse = self.bounds(queries, self._chunks.rows)
         inside = np.arange(pages.start, pages.stop)
         chunks = inside // self.settings.chunk_pages
@@ -458,7 +435,7 @@ class ChunkScorer(QuestScorer):
 
 
 class DciScorer(Scorer):
-    """Keeps the keys as fp16 in a DCI-tree for each head (see `DciIndex`); its results are approximate."""
+    """Keeps the keys as fp16 in a DCI-tree for each head; its results are approximate."""
 
     name = "dci"
 
@@ -500,9 +477,8 @@ class DciScorer(Scorer):
     def pages(self, queries: Floats, k: int) -> Int64s:
         """Return the tokens [kv_heads, k], ascending, of the tree's pages with the best keys; algorithm 3.
 
-        Differs from the paper: from the union over the queries of a key head (section 4.3), only the pages needed for `k`
-        tokens are taken, so that all heads have equally many. Pages are ranked by the difference between the score of their
-        best key and the best score for the same query.
+        Pages are ranked by the difference between the score of their best key and the best score for the same query. Differs
+        from the paper: of the union over the queries of a key head (section 4.3), only the pages for `k` tokens are taken.
         """
         return self._chosen(queries, k, lambda index, found: _best_pages(index, found, k))
 
@@ -519,7 +495,7 @@ class DciScorer(Scorer):
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial: *measured* medians of times in seconds and the mean recall."""
+    """*Measured* medians of times in seconds, and the mean recall."""
 
     tokens: int
     exact_s: float
@@ -533,10 +509,10 @@ class Trial:
 
 
 class AutoScorer(Scorer):
-    """Scores exactly while that is fast, and by a tree once a trial has shown that it is faster with enough recall.
+    """Scores exactly, and by a tree once a trial has shown that it is faster with enough recall.
 
-    A trial builds the tree and runs the last queries with both. It takes place at `least` tokens and whenever their number
-    has doubled. The result depends on measured times, so two runs may select differently.
+    A trial builds the tree and runs the last queries with both, at `least` tokens and whenever their number has doubled. Two
+    runs may select differently, because the times are measured.
     """
 
     name = "auto"

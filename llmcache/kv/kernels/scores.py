@@ -1,7 +1,7 @@
 """Scores of tokens: products of queries and keys for each head.
 
-Source: hillinfer.txt, section 3.2, "Hierarchical Importance Evaluation" and Algorithm 1, lines 5 and 10. The paper does not
-say how to combine the query heads of a key head (GQA): `combine` selects the largest product or the sum.
+Source: hillinfer.txt, section 3.2 and Algorithm 1, lines 5 and 10. The paper does not say how to combine the query
+heads of a key head (GQA): `combine` selects the largest product or the sum.
 
 numba's cache depends on the date of this file only, so everything that the loops inline is in it. The loops see keys as
 float32, uint16 for the bits of fp16, int16 for those of bfloat16, or int8.
@@ -28,15 +28,11 @@ from llmcache.arrays import Bytes, Floats, Int64s
 from llmcache.kv.kernels.threads import Job, processors, run_all
 
 MAX, SUM = 0, 1
-QUERIES = (1, 2, 4)
-"""Numbers of queries for which there are loops: a key is converted once for all queries of a loop."""
+QUERIES = (1, 2, 4)  # numbers of queries for which there are loops: a key is converted once for all queries of a loop
 COMBINE = {"max": MAX, "sum": SUM}
-JOB_BYTES = 1 << 19
-"""Bytes of keys in a job: for fewer, the overhead of a thread exceeds the work."""
-FEW_BYTES = 4 * JOB_BYTES
-"""Up to this many bytes of keys, the calling thread does all work."""
-FEW_WEIGHTS = 1 << 20
-"""Up to this many weights over all queries, the calling thread does all work."""
+JOB_BYTES = 1 << 19  # bytes of keys in a job: for fewer, the overhead of a thread exceeds the work
+FEW_BYTES = 4 * JOB_BYTES  # up to this many bytes of keys, the calling thread does all work
+FEW_WEIGHTS = 1 << 20  # up to this many weights over all queries, the calling thread does all work
 
 Place = tuple[NDArray[Any], int, int, int, int, int, int]
 """First arguments of a loop: all keys as a flat array; the first index; distances of pages and of heads; numbers of pages,
@@ -55,7 +51,7 @@ _MATH = {"reassoc", "contract", "nsz"}
 
 
 def widens_halves() -> bool:
-    """Return True if the CPU has an instruction that converts fp16."""
+    """Return whether the CPU has an instruction that converts fp16."""
     return platform.machine() == "aarch64" or bool(llvm.get_host_cpu_features().get("f16c", False))
 
 
@@ -118,7 +114,7 @@ def _compiled(loop: Any) -> Loop:
 
 @functools.cache
 def loop_for(dim: int, count: int) -> Loop:
-    """Return the loop that scores keys of `dim` numbers for 1, 2 or 4 queries, both constants in the compiled loop.
+    """Return the loop that scores keys of `dim` numbers for 1, 2 or 4 queries.
 
     Its arguments: a `Place`, queries [heads, count, dim] float32, combine (MAX, SUM), whether to add to `out`, and out
     [heads, pages, tokens] float32.
@@ -233,8 +229,7 @@ def score(
     """Return the scores [batch, kv_heads, tokens], float32, of `keys` [batch, kv_heads, tokens, dim].
 
     `queries` [batch, heads, dim] float32; the heads of a key head are adjacent (GQA). `keys`: float32, float16, uint16 (the
-    bits of bfloat16), or int8 with positive `scales` [batch, kv_heads, tokens]. `combine`: "max" or "sum" over the queries
-    of a key head. ValueError: an argument is invalid.
+    bits of bfloat16), or int8 with positive `scales` [batch, kv_heads, tokens]. ValueError: an argument is invalid.
     """
     if keys.ndim != 4 or len(queries) != len(keys):
         raise ValueError(f"keys: must be [{len(queries)}, kv_heads, tokens, dim], not {keys.shape}")
@@ -276,8 +271,8 @@ def packed_products(queries: Floats, keys: Bytes, scales: NDArray[np.uint16], *,
     """Return the products [kv_heads, queries of each, pages * page_tokens] of queries and keys of two bits per number.
 
     `queries` [kv_heads, queries of each, dim] float32. `keys` [pages, kv_heads, page_tokens, dim // 4]: byte j contains,
-    from the lowest bits up, the levels 0 to 3 (for -1.5 to 1.5) of the numbers j, j + dim // 4, and so on. `scales` [pages,
-    kv_heads, page_tokens] are factors of keys, the bits of fp16.
+    from the lowest bits up, the levels 0 to 3 (for -1.5 to 1.5) of the numbers j, j + dim // 4, and so on. `scales`: the
+    bits of a factor in fp16 for each key.
     """
     middles = 1.5 * queries.sum(axis=2)
     return _products(partial(packed_for, queries.shape[2]), keys, scales, threads, queries, middles)
@@ -300,8 +295,8 @@ def _products(
 def weights(inside: Floats, around: Floats, scale: float, threads: int | None = None) -> tuple[Floats, Floats]:
     """Return the softmax weights [kv_heads, n] of `inside`, summed over queries, and each query's log-sum-exp.
 
-    The softmax is over the products `inside` [kv_heads, queries of each, n] and `around` [..., m] together, times `scale`.
-    The weights of each query overwrite `inside`. The relative error is 2e-7.
+    The softmax is over the products `inside` [kv_heads, queries of each, n] and `around` [..., m], times `scale`. The
+    weights of each query overwrite `inside`. The relative error is 2e-7.
     """
     out, sums = np.empty((inside.shape[0], inside.shape[2]), np.float32), np.empty(inside.shape[:2], np.float32)
     factor = np.float32(scale / math.log(2))

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 Job = Callable[[], None]
-SHARES = 4
-"""Average number of batches of jobs per thread: few enough for a low overhead, and enough to balance the load."""
+SHARES = 4  # average number of batches of jobs per thread: few enough for a low overhead, and enough to balance the load
 
 
 def processors() -> int:

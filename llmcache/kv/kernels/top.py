@@ -1,7 +1,6 @@
 """The k largest of many scores, without a sort: a bound from a sample, one pass that filters by it, then a radix selection.
 
-Slice assignment, np.sort and np.searchsorted take seconds to compile, so compiled loops use `copy`, `sort` and `first_from`.
-The loops of this file call only `bits_of` outside it.
+Slice assignment, np.sort and np.searchsorted take seconds to compile; `copy`, `sort` and `first_from` replace them.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from llmcache.kv.kernels.scores import bits_of
 from llmcache.kv.kernels.threads import run_all
 
 SAMPLE = 1024
-FEW_SCORES = 1 << 16
-"""Up to this many scores, the calling thread does all work."""
-MOST_SHARED = 2
-"""Limit of a head's tokens in `top_shared`, in multiples of k, so that the memory needed is known."""
+FEW_SCORES = 1 << 16  # up to this many scores, the calling thread does all work
+MOST_SHARED = 2  # limit of a head's tokens in `top_shared`, in multiples of k, so that the memory needed is known
 _DIGITS = ((21, 2048), (10, 2048), (0, 1024))  # shift and values of the three parts of a key
 
 
 def top(scores: Floats, k: int, threads: int | None = None) -> Int64s:
-    """Return the positions of the `k` largest of each row of `scores` [..., tokens], as [..., k], ascending.
+    """Return the positions of the `k` largest (or all) of each row of `scores` [..., tokens], ascending.
 
-    Of equal scores, the earlier position wins; NaN is smallest. `k` is limited to the number of tokens.
+    Of equal scores, the earlier position wins; NaN is smallest.
     """
     if scores.dtype != np.float32 or not scores.ndim:
         raise ValueError(f"scores: must be float32 with at least one axis, not {scores.dtype} with {scores.ndim}")
@@ -56,8 +53,7 @@ def top_shared(scores: Floats, k: int, threads: int | None = None) -> Int64s:
 class RunningTop:
     """The `k` largest of scores that arrive in blocks, in any order; keeps at most about 3 * k scores.
 
-    Source: hillinfer.txt, Algorithm 1, lines 11 to 15. Differs from the paper: only a lower bound of the k largest is
-    maintained, not a sorted order.
+    Source: hillinfer.txt, Algorithm 1, lines 11 to 15. Differs from the paper: only a lower bound is kept, no sorted order.
     """
 
     def __init__(self, k: int) -> None:
@@ -81,7 +77,6 @@ class RunningTop:
             self._compact()
 
     def result(self) -> Int64s:
-        """Return the positions of the `k` largest scores added, ascending, as `top` over all would."""
         self._compact()
         return self._positions[0]
 
@@ -104,7 +99,6 @@ class _Scratch(threading.local):
     places = np.empty(0, np.int32)
 
     def fit(self, size: int) -> None:
-        """Enlarge the buffers for rows of `size`."""
         if len(self.places) <= size:
             self.keys, self.rest = (np.empty(size + 1, np.uint32) for _ in range(2))
             self.places = np.empty(size + 1, np.int32)
@@ -128,9 +122,9 @@ def _key(score):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def select(scores, k, keys, rest, places, out):  # type: ignore[no-untyped-def]
-    """Write the positions of the `k` largest to `out`, ascending; for compiled loops.
+    """Write the positions of the `k` largest to `out`, ascending; for compiled loops. There must be `k` scores.
 
-    `keys` and `rest` uint32, `places` int32: buffers for one more than the scores. `k` must not exceed their number.
+    `keys` and `rest` uint32, `places` int32: buffers for one more than the scores.
     """
     count = _gather(scores, _bound(scores, k), keys, places)
     if count < k:  # the sample was not representative
@@ -235,7 +229,7 @@ def copy(row, to):  # type: ignore[no-untyped-def]
 def sort(numbers):  # type: ignore[no-untyped-def]
     """Sort `numbers` [n], up to some hundreds, in place.
 
-    Source: D. L. Shell, A high-speed sorting procedure, CACM 2(7), 1959; gaps of D. E. Knuth, TAOCP 3, section 5.2.1.
+    Source: D. L. Shell, CACM 2(7), 1959; gaps of D. E. Knuth, TAOCP 3, section 5.2.1.
     """
     gap = 1
     while gap < numbers.size // 3:

@@ -5,17 +5,17 @@
 The name of a block of 256 tokens is a hash of the model's fingerprint and all tokens up to its end, so prompts with a
 common prefix share its blocks (kv.prefix.store). `Llama` calls `cache[prompt]` before it evaluates a prompt, and
 `cache[tokens] = state` after the answer, without passing itself. Therefore this module replaces `Llama.set_cache` to
-give each Llama an AttachedCache, which replaces its `_create_completion`, `eval` and `save_state`.
+give each Llama an AttachedCache, which replaces some of its methods.
 
 - Nothing is restored or stored until all bytes of the model's files are hashed, nor after one of them was changed.
-- The last bits of llama.cpp's results depend on how many tokens are evaluated together. The last token of a prompt is always
-  evaluated alone, so answers to new and restored prompts are identical.
+- The last bits of llama.cpp's results depend on how many tokens are evaluated together. The last token of a prompt is
+  always evaluated alone, so answers to new and restored prompts are identical.
 - States that cannot be cut (kv.prefix.state) are stored whole, after 1, 2, 4, 8... blocks and after the last.
 - Not supported: `echo` with `logprobs`, because scores are not stored; chat handlers with images, which have no tokens.
   Control vectors set through the C interface are not detected: use another directory for them.
 
-Threads: only one thread uses a Llama at a time. It copies the state and passes it to a writer thread, which cuts and
-writes it. One lock guards the writer's queue, another the counters that several Llamas share.
+Threads: one thread at a time uses a Llama. It copies the state and passes it to a writer thread. One lock guards the
+writer's queue, another the counters that several Llamas share.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from llama_cpp.llama import LlamaState
 
 from llmcache.arrays import Bytes
 from llmcache.errors import LlmcacheError, MissingRequirement
-from llmcache.kv.llama.model import BLOCK_TOKENS, LEAST_TOKENS, Model, common_length, describe, is_of, keys_of, links_of
+from llmcache.kv.llama.model import BLOCK_TOKENS, LEAST_TOKENS, Model, describe, is_of, keys_of, links_of
 from llmcache.kv.llama.writer import PrefixCounters, Task, Writer
-from llmcache.kv.prefix import openmetrics
+from llmcache.kv.prefix import common_length, openmetrics
 from llmcache.kv.prefix.shared import SharedTier
 from llmcache.kv.prefix.state import Joined, State, Uncut, read_state
 from llmcache.kv.prefix.store import WHOLE, Block, BlockKey, BlockStore
@@ -52,13 +52,11 @@ from llmcache.units import format_size, parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")
 
-WAIT_S = 2.0
-"""Time for which the first look-up of a Llama waits for the digests of its files."""
+WAIT_S = 2.0  # time for which the first look-up of a Llama waits for the digests of its files
 LEAST_ROOM_BYTES = 1 << 20
 EARLY_TOKENS = 64
 """Least number of evaluated tokens for which a prompt is stored before its answer; for fewer, the copy takes longer."""
-GROWTH_TOKENS = 64
-"""Interval in tokens at which available memory is checked while an answer is generated."""
+GROWTH_TOKENS = 64  # interval in tokens at which available memory is checked while an answer is generated
 _REPLACED = ("_create_completion", "eval", "save_state")
 _SCORE_BYTES = 4
 _READERS = 2
@@ -133,9 +131,8 @@ class PrefixCache(BaseLlamaCache):
     def restore(self, llama: Llama, tokens: Sequence[int]) -> int:
         """Restore the longest stored prefix of `tokens` into `llama`, and return its number of tokens.
 
-        Return 0, without an effect, if none is stored that is longer than the one in the context. If states are stored
-        whole, also evaluate `tokens` up to the last block boundary, store the states on the way, and return that
-        boundary.
+        Return 0, without an effect, if none is longer than the one in the context. If states are stored whole, also evaluate
+        `tokens` up to the last block boundary, store the states on the way, and return that boundary.
         """
         model = self._model(llama)
         if not model.usable:
@@ -207,10 +204,7 @@ class PrefixCache(BaseLlamaCache):
         return task
 
     def handed(self, llama: Llama, stored: Task | None) -> LlamaState:
-        """Return the state of `llama` without scores, for a completion that stores it; empty if all blocks are stored.
-
-        `stored` is the result of `keep_prompt` for the prompt.
-        """
+        """Return the state of `llama` without scores, empty if all blocks are stored. `stored`: see `keep_prompt`."""
         data: Bytes = np.empty(0, np.uint8)
         if missing := self._missing(llama, llama.input_ids[: llama.n_tokens].tolist()):
             memory = stored.memory if stored is not None and stored.is_done else None
@@ -238,7 +232,6 @@ class PrefixCache(BaseLlamaCache):
         return task
 
     def _missing(self, llama: Llama, tokens: Sequence[int]) -> list[BlockKey]:
-        """Return the blocks of `tokens` that are neither stored nor queued."""
         model = self._model(llama)
         perf = llama_cpp.llama_perf_context(llama.ctx)
         if perf.n_p_eval >= BLOCK_TOKENS:
@@ -273,7 +266,7 @@ class PrefixCache(BaseLlamaCache):
         return openmetrics(rows)
 
     def close(self) -> None:
-        """Write the queued blocks, and end the writer thread; nothing is stored afterwards."""
+        """Write the queued blocks, and end the writer thread."""
         self._writer.close()
         if self.shared is not None:
             self.shared.close()
@@ -367,7 +360,6 @@ class PrefixCache(BaseLlamaCache):
         return fetched
 
     def _read(self, model: Model, keys: list[BlockKey], key: BlockKey, fetched: dict[BlockKey, Block]) -> Block | None:
-        """Return the block `key`; None if it is missing, or invalid and removed."""
         block = fetched.get(key) or self.store.read(key)
         if block is None or (is_of(model, keys, key, block) and (block.layout is None) == (key.kind == WHOLE)):
             return block
@@ -375,7 +367,6 @@ class PrefixCache(BaseLlamaCache):
         return None
 
     def _set(self, llama: Llama, data: Bytes, tokens: Sequence[int]) -> bool:
-        """Return False and clear the context if llama.cpp rejects the state."""
         llama.reset()
         memory = llama_cpp.llama_get_memory(llama.ctx)
         taken = llama_cpp.llama_state_seq_set_data(llama.ctx, data.ctypes.data_as(_U8), len(data), 0)
@@ -397,8 +388,8 @@ class PrefixCache(BaseLlamaCache):
     ) -> tuple[Bytes | None, int, list[BlockKey]]:
         """Join `keys`, and the beginning of a block after them that matches `tokens`, to one state.
 
-        Return the state, its number of tokens, and the blocks used. Return None, 0 and the usable ones of `keys` if the
-        state would not have more than `live` tokens, or if a block is damaged.
+        Return the state, its tokens, and the blocks used; or None, 0 and the usable ones of `keys` if the state would not
+        exceed `live` tokens, or a block is damaged.
         """
         self.store.ahead(keys)
         at = len(keys) * BLOCK_TOKENS
@@ -440,9 +431,6 @@ class PrefixCache(BaseLlamaCache):
         return joined.data, joined.tokens, [*keys, partial_key] if partial_key and partial else keys
 
     def _evaluated(self, llama: Llama, model: Model, keys: list[BlockKey], tokens: Sequence[int]) -> int:
-        """Evaluate `tokens` up to the last block boundary, and store states on the way; return the tokens in the
-        context.
-        """
         live = common_length(llama.input_ids[: llama.n_tokens], tokens)
         if live < llama.n_tokens or not live:
             llama.reset()  # a whole state cannot be shortened
@@ -557,7 +545,7 @@ class AttachedCache(BaseLlamaCache):
         return isinstance(key, Sequence) and self._cache.has_prefix(self._owner(), key)
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Store the blocks of `value` that are not stored yet; the tokens are those of `value`, not `key`."""
+        """Store the blocks of `value` that are not stored yet; its tokens replace `key`."""
         self._cache.keep(self._owner(), value)
 
     # Replaced methods of the Llama
@@ -597,7 +585,7 @@ class AttachedCache(BaseLlamaCache):
             self._stored = self._cache.keep_prompt(llama, self._answer_tokens or llama.n_ctx())
 
     def save_state(self) -> LlamaState:
-        """Return the state of the Llama; during a completion without scores, and empty if all blocks are stored."""
+        """Return the state; during a completion without scores, and empty if all blocks are stored."""
         llama = self._owner()
         if not self._completing:
             return type(llama).save_state(llama)

@@ -17,15 +17,14 @@ from llama_cpp import Llama
 from numpy.typing import NDArray
 
 from llmcache.kv.prefix.identity import FileIdentity
-from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey
+from llmcache.kv.prefix.store import CUT, PART, WHOLE, Block, BlockKey, block_name
 from llmcache.model.tensors import shard_names
 
 BLOCK_TOKENS = 256
 LINKED_TOKENS = (128, 64, 32, 16)
 """Numbers of first tokens by which links find a block; blocks and common beginnings below the least are not used."""
 LEAST_TOKENS = LINKED_TOKENS[-1]
-FORMAT = 2
-"""Version of fingerprints: increase it if their input or the layout of blocks changes."""
+FORMAT = 2  # version of fingerprints: increase it if their input or the layout of blocks changes
 _ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast")
 _CACHE = ("type_k", "type_v", "flash_attn_type", "attention_type", "swa_full", "n_seq_max", "kv_unified")
 _CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
@@ -35,9 +34,8 @@ _CONTEXT = (*_ROPE, "yarn_beta_slow", "yarn_orig_ctx", *_CACHE)
 class Model:
     """The model of a Llama, with its settings.
 
-    `description` is the input of the fingerprint. `root`, the fingerprint in hexadecimal, takes the place of the
-    previous block's name in the name of the first block; it is empty until the files are identified. `whole`: states
-    cannot be cut. `refused`: why nothing is restored or stored.
+    `description` is the input of the fingerprint `root`, in hexadecimal, which is empty until the files are identified and
+    serves as the parent of the first block. `whole`: states cannot be cut. `refused`: why nothing is stored.
     """
 
     description: dict[str, Any]
@@ -69,10 +67,7 @@ class Model:
 
 
 def describe(llama: Llama) -> Model:
-    """Describe everything except the tokens that the keys and values of `llama` depend on. OSError.
-
-    Files are identified by all of their bytes, so a copy on another machine has the same fingerprint.
-    """
+    """Describe everything except the tokens that the keys and values of `llama` depend on. OSError."""
     paths = [*shard_names(llama.model_path), *([llama.lora_path] if llama.lora_path else [])]
     metadata, handle = llama.metadata, llama.model
     context = {name: getattr(llama.context_params, name) for name in _CONTEXT}
@@ -123,15 +118,10 @@ def keys_of(model: Model, tokens: Sequence[int], part: bool = False) -> list[Blo
     return keys
 
 
-def block_name(parent: str, ids: NDArray[np.int32]) -> str:
-    """Return the name of the block with the tokens `ids` that follows the block `parent`."""
-    return hashlib.blake2b(bytes.fromhex(parent) + ids.tobytes(), digest_size=20).hexdigest()
-
-
 def is_of(model: Model, keys: Sequence[BlockKey], key: BlockKey, block: Block) -> bool:
     """Return whether the tokens of `block` give the name in `key`, which is one of `keys` or their successor."""
     parent = keys[key.index - 1].name if key.index else model.root
-    return block_name(parent, np.asarray(block.tokens, np.dtype("<i4"))) == key.name
+    return block_name(parent, np.asarray(block.tokens)) == key.name
 
 
 def links_of(parent: str, tokens: Sequence[int]) -> list[str]:
@@ -139,10 +129,3 @@ def links_of(parent: str, tokens: Sequence[int]) -> list[str]:
     ids = np.asarray(tokens[: LINKED_TOKENS[0]], np.dtype("<i4"))
     prefixes = [bytes.fromhex(parent) + ids[:count].tobytes() for count in LINKED_TOKENS if count <= len(ids)]
     return [hashlib.blake2b(prefix, digest_size=20, person=b"link").hexdigest() for prefix in prefixes]
-
-
-def common_length(have: NDArray[np.intc], tokens: Sequence[int]) -> int:
-    """Return the length of the common prefix of two token sequences."""
-    length = min(len(have), len(tokens))
-    differ = np.flatnonzero(have[:length] != np.asarray(tokens[:length], np.intc))
-    return int(differ[0]) if len(differ) else length

@@ -1,7 +1,7 @@
 """Run llama-cpp-python's OpenAI-compatible server with a PrefixCache.
 
-The server's settings can select only its own two types of cache, so `serve` attaches the PrefixCache to each model that
-the server loads. GET /metrics returns the counters of the cache (OpenMetrics) without authentication.
+The server's settings offer only its own caches, so `serve` attaches the PrefixCache to each model that the server loads.
+GET /metrics returns its counters (OpenMetrics) without authentication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writer: a thread that writes the blocks of prompts, from a queue of limited size."""
+"""A thread that writes the blocks of prompts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from llmcache.memory import tightest
 
 log = logging.getLogger("llmcache.kv")
 
-LOG_S = 60.0
-"""Least interval between log lines about the same kind of failure."""
+LOG_S = 60.0  # least interval between log lines about the same kind of failure
 
 
 @dataclass
 class PrefixCounters:
-    """Counters of a cache since its creation. `restore_s` is the time of restoring, including reads."""
+    """Counters of a cache since its creation. `restore_s` includes reads."""
 
     lookups: int = 0
     hits: int = 0
@@ -44,8 +43,7 @@ class PrefixCounters:
 class Task:
     """Blocks to write; `tokens` are all tokens of the prompt, and `block` cuts a block when it is written.
 
-    `pushed`: also send the blocks to the shared tier. `memory` has the copy of the state; it can be used again when
-    `is_done`.
+    `pushed`: also send them to the shared tier. `memory` has the copy of the state, and is free for reuse when `is_done`.
     """
 
     model: Model
@@ -59,7 +57,7 @@ class Task:
 
 
 class Writer:
-    """A thread that writes blocks from a queue, which is limited to `most_bytes` and half of the available memory.
+    """Writes blocks from a queue that is limited to `most_bytes` and half of the available memory.
 
     Tasks that do not fit are dropped. `_changed` guards the queue.
     """
@@ -77,11 +75,9 @@ class Writer:
         return key in self._pending
 
     def memory(self, size_bytes: int, blocks: int, more_bytes: int = 0) -> Bytes | None:
-        """Return memory for a state of `size_bytes`, with room for `more_bytes`, whose pages are allocated on first
-        use.
+        """Return memory for a state of `size_bytes`, with room for `more_bytes`, or None if the queue or the memory is full.
 
-        If the queue or the memory is full, count `blocks` as dropped and return None. The memory is mapped separately,
-        because the heap would not return it to the kernel.
+        In that case, `blocks` count as dropped. The memory is mapped, because the heap would not return it to the kernel.
         """
         with self._changed:
             why = "closed" if self._closed else "the queue is full" if self._is_full(size_bytes) else "memory is short"
@@ -92,7 +88,6 @@ class Writer:
             return None
 
     def make_room(self, size_bytes: int) -> bool:
-        """Drop tasks, the newest first, until `size_bytes` of memory are available; return whether they are."""
         with self._changed:
             # The first task is being written, so its memory is in use.
             while (is_short := tightest().spare_bytes < size_bytes) and len(self._tasks) > 1:
@@ -109,7 +104,6 @@ class Writer:
         self.report(kind, "a prompt was not stored: %s", why)
 
     def report(self, kind: str, message: str, why: object) -> None:
-        """Log a failure, at most one of its `kind` in LOG_S."""
         with self._changed:
             logged_s, left_out = self._reported.get(kind, (-LOG_S, 0))
             if time.monotonic() - logged_s < LOG_S:

@@ -1,4 +1,4 @@
-"""The decoding pipeline, which chooses and fetches for the next layer while the current one computes, and its timeline."""
+"""The decoding pipeline, which looks one layer ahead, and its timeline."""
 
 from llmcache.kv.pipeline.engine import KvEngine, attention, widened
 from llmcache.kv.pipeline.timeline import NO_TIMELINE, Span, Timeline

@@ -2,12 +2,10 @@
 
 Source: hillinfer.txt, section 3.3, "Adaptive Prefetch-based Pipeline".
 
-Concurrency: with lookahead (`app`), a single worker thread evaluates, fetches and updates, in the order of submission, so
-only it uses the store's device and changes the pools and the policy's tables. Concurrently, the caller's thread appends
-tokens to layers that the worker has finished, and completes their staged rows. `finish_step` waits for the worker, so that
-choices do not depend on the speed of the threads.
-
-`step` raises the errors of its layer's evaluation and fetch; `finish_step` raises those of updates.
+Concurrency: with lookahead (`app`), a single worker thread evaluates, fetches and updates, in the order of submission,
+so only it uses the store's device and changes the pools and the policy's tables. The caller's thread appends tokens to
+layers that the worker has finished, and completes their staged rows. `finish_step` waits for the worker, so that choices
+do not depend on the speed of the threads, and raises the errors of updates.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ Result = TypeVar("Result")
 
 
 class Choice(NamedTuple):
-    """The selection for a layer, and its rows.
-
-    `corrected`: the selection was evaluated again after lookahead; `more` are the rows that lookahead had not fetched.
-    """
+    """The selection for a layer, and its rows; `more`: rows that lookahead had not fetched for a `corrected` selection."""
 
     selection: Selection
     staged: Staged
@@ -47,8 +42,8 @@ class Choice(NamedTuple):
 class KvEngine:
     """Runs `policy` over `store`, layer by layer; a context manager, which leaves the store open.
 
-    `app`: enable lookahead by `ahead`. `exact`: evaluate such a layer again with its true queries, and fetch only the
-    missing rows. `fast`: a tier from which steps gather rows, without lookahead. Spans are added to `timeline`.
+    `app`: enable lookahead. `exact`: evaluate a layer that was looked at ahead again with its true queries, and fetch the
+    missing rows. `fast`: a tier from which steps gather rows, without lookahead.
     """
 
     def __init__(
@@ -72,7 +67,7 @@ class KvEngine:
     # Prefill
 
     def prefill(self, layer: int, queries: Floats | None, keys: Rows, values: Rows) -> None:
-        """Append tokens of a prompt, or of a part of it, to a layer; call `finish_step` after the last layer.
+        """Append a part of a prompt to a layer; call `finish_step` after the last layer.
 
         `queries` [batch, heads, rows, dim] float32 of the last `rows` tokens, or None if the policy needs none; `keys` and
         `values` [batch, kv_heads, tokens, dim].
@@ -86,20 +81,17 @@ class KvEngine:
     # A decode step
 
     def ahead(self, layer: int, queries: Floats) -> None:
-        """Start the evaluation and fetch for `layer` with estimated queries [batch, heads, dim]; return at once.
-
-        No effect without lookahead.
-        """
+        """Start the evaluation and fetch for `layer` with estimated queries [batch, heads, dim], if lookahead is enabled."""
         if self._worker is not None:
             step = self.store.step
             self.looked_ahead[layer] = self._submit(self._worker, lambda: self._evaluate(layer, queries, step))
 
     def step(self, layer: int, queries: Floats, keys: Rows, values: Rows) -> Gathered:
-        """Append the newest token to `layer`, and return the rows that its queries attend to, including the token itself.
+        """Append the newest token to `layer`, and return the rows that its queries attend to, including its own.
 
-        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. Can be called again after an
-        error: a token that the store has already is not appended twice. With a fast tier, the rows are those of
-        `FastTier.rows`.
+        `queries` [batch, heads, dim] float32, `keys` and `values` [batch, kv_heads, 1, dim]. It raises the errors of the
+        layer's evaluation and fetch, and can be called again: a token that the store has is not appended twice. With a fast
+        tier, the rows are those of `FastTier.rows`.
         """
         step = self.store.step
         chosen = self._choose(layer, queries) if self._fast is None else None
@@ -154,20 +146,21 @@ class KvEngine:
         return Gathered(keys, values, wanted)
 
     def unseen(self, layer: int, queries: Floats, keys: Rows) -> tuple[Floats, Floats] | None:
-        """Return the replacement for tokens that `step` did not choose, valid until `attended`; see `KvPolicy.unseen`."""
+        """Return `KvPolicy.unseen` for the last `step` of `layer`; valid until `attended`."""
         return self.policy.unseen(layer, self._chosen[layer], queries, keys)
 
     def attended(self, layer: int, weights: Floats | None = None) -> None:
-        """Update the policy's tables and the pools after the attention of `layer`; with lookahead, return before it is done.
+        """Update the policy's tables and the pools after the attention of `layer`; with lookahead, in the background.
 
         `weights` [batch, heads, tokens] of all rows that `step` returned, for policies that need them.
         """
         selection, step = self._chosen.pop(layer), self.store.step
-        self._later(lambda: self._update(layer, selection, weights, step))
 
-    def _update(self, layer: int, selection: Selection, weights: Floats | None, step: int) -> None:
-        with self.timeline.span(CPU, UPDATE, layer, step):
-            self.policy.attended(layer, selection, weights)
+        def update() -> None:
+            with self.timeline.span(CPU, UPDATE, layer, step):
+                self.policy.attended(layer, selection, weights)
+
+        self._later(update)
 
     def finish_step(self, ids: Int64s, positions: Int64s) -> None:
         """Wait for all updates, and commit the ids and positions [batch, tokens] of the step or the prefill."""
@@ -197,7 +190,7 @@ class KvEngine:
             update.result()
 
     def rest(self) -> None:
-        """Wait until the worker is idle, and discard lookahead results; call it before the store is cropped or reordered."""
+        """Wait until the worker is idle, and discard lookahead results, before the store is cropped or reordered."""
         started, self.looked_ahead = list(self.looked_ahead.values()), {}
         for future in started:
             if not future.cancel():
@@ -272,8 +265,7 @@ def attention(queries: Floats, keys: Rows, values: Rows, hidden: Flags | None = 
     """Return the outputs [batch, heads, value_dim] and weights [batch, heads, tokens] of attention in a decode step.
 
     `queries` [batch, heads, dim] float32; `keys` and `values` [batch, kv_heads, tokens, dim], float32, float16 or the bits
-    of bfloat16. Rows that are `hidden` [batch, kv_heads, tokens] have a weight of 0. The same rows in the same order give
-    identical bits.
+    of bfloat16; `hidden` [batch, kv_heads, tokens]: rows of weight 0. The same rows in the same order give identical bits.
     """
     batch, heads, dim = queries.shape
     grouped = queries.reshape(batch, keys.shape[1], -1, dim) * np.float32(1 / math.sqrt(dim))

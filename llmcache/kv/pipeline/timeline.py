@@ -1,4 +1,4 @@
-"""Timeline: spans in which resources were busy, on one clock. Several threads may record; none while spans are read."""
+"""Spans in which resources were busy. Several threads may record them; none while spans are read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 COMPUTE, CPU, DEVICE, LINK = RESOURCES = ("compute", "cpu", "device", "link")
 """The accelerator, the host's CPU, the computational SSD, and the path of KV data (link or disk)."""
 
-EVALUATE, FETCH, ATTEND, UPDATE = STAGES = ("evaluate", "fetch", "compute", "update")
-"""The stages of a layer in a step."""
+EVALUATE, FETCH, ATTEND, UPDATE = STAGES = ("evaluate", "fetch", "compute", "update")  # the stages of a layer in a step
 
 
 class Span(NamedTuple):
-    """`resource` was busy with `stage` of `layer` in decode step `step`, from `begin_ns` to `end_ns`."""
+    """`resource` was busy with `stage` of `layer` in decode step `step`."""
 
     resource: str
     stage: str
@@ -26,7 +25,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records spans, in ns of its clock, `now_ns`. `emulated`: resources that stand for a device that does not exist."""
+    """Records spans, in ns of its clock. `emulated`: resources that stand for a device that does not exist."""
 
     def __init__(self, emulated: Iterable[str] = ()) -> None:
         self.emulated = frozenset(emulated)
@@ -40,7 +39,6 @@ class Timeline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock within a context; no spans may be recorded in it."""
         begin_ns = time.perf_counter_ns()
         try:
             yield
@@ -49,7 +47,6 @@ class Timeline:
 
     @contextmanager
     def span(self, resource: str, stage: str, layer: int, step: int) -> Iterator[None]:
-        """Record a with block as a span, even if it raises."""
         begin_ns = self.now_ns()
         try:
             yield
@@ -57,7 +54,6 @@ class Timeline:
             self.add(Span(resource, stage, layer, step, begin_ns, self.now_ns()))
 
     def add(self, span: Span) -> None:
-        """Record a span that was timed on the same clock. ValueError: unknown resource or stage."""
         if span.resource not in RESOURCES:
             raise ValueError(f"resource: must be one of {', '.join(RESOURCES)}, not '{span.resource}'")
         if span.stage not in STAGES:
@@ -67,7 +63,6 @@ class Timeline:
         self._spans.append(span)
 
     def has(self, stage: str, layer: int, step: int, since_ns: int) -> bool:
-        """Return whether a span of `stage` of `layer` in `step` that began at `since_ns` or later was recorded."""
         for span in reversed(self._spans):
             if span.end_ns < since_ns:  # spans are appended when they end, so all earlier ones end before
                 break
@@ -92,7 +87,7 @@ class Timeline:
         self._spans.clear()
 
     def busy_ns(self, step: int, resource: str | None = None, stage: str | None = None) -> int:
-        """Return how long `resource` (None: any) was busy with `stage` (None: any); overlapping spans count once."""
+        """Return how long `resource` was busy with `stage` (None: any); overlapping spans count once."""
         return covered(
             span
             for span in self._spans
@@ -100,7 +95,6 @@ class Timeline:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the timeline as a dict, with times in ns since the first begin."""
         spans = self.spans
         zero = spans[0].begin_ns if spans else 0
         rows = [span._replace(begin_ns=span.begin_ns - zero, end_ns=span.end_ns - zero)._asdict() for span in spans]
@@ -108,7 +102,6 @@ class Timeline:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Timeline:
-        """Return the timeline of a dict from `to_json`. KeyError, TypeError, ValueError: invalid data."""
         made = cls(data["emulated"])
         for row in data["spans"]:
             made.add(Span(**row))
@@ -116,8 +109,6 @@ class Timeline:
 
 
 class _NoTimeline(Timeline):
-    """Records nothing: the default wherever a timeline is accepted."""
-
     def add(self, span: Span) -> None:
         return
 

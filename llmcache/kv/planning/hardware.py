@@ -1,8 +1,7 @@
 """Machines of the latency model: sizes and speeds, with the origin of each number.
 
-Three kinds of origins are never mixed: "paper" is a statement of hillinfer.txt, "assumed" is a number that it leaves
-open (with a public source), "measured" is a result of `llmcache kv profile` on this machine. All assumptions about the
-paper's machine are in this file.
+Kinds of origins are never mixed: "paper" is a statement of hillinfer.txt, "assumed" is a number that it leaves open
+(with a public source), "measured" is a result of `llmcache kv profile` on this machine.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class Origin(NamedTuple):
         return f"{self.kind}: {self.text}"
 
 
-Sourced = tuple[float, str, str]
-"""A number, the kind of its origin (of ORIGINS), and its source."""
+Sourced = tuple[float, str, str]  # a number, the kind of its origin (of ORIGINS), and its source
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Hardware:
 
     `gpu_link`: host memory to GPU. `score`: keys that the host's processor scores (f_c). `device`: keys that the
     computational SSD scores (f_s), from flash; `device_memory`: from its own DRAM. `ssd`: a plain SSD read by the host.
-    `reserved`: for the system. Without a GPU (`gpu_bytes` 0) `gpu_*` speeds are the host's, and nothing crosses to a
-    GPU.
+    `reserved`: for the system. Without a GPU (`gpu_bytes` 0) `gpu_*` speeds are the host's.
     """
 
     name: str
@@ -76,13 +73,12 @@ class Hardware:
         return self.gpu_bytes > 0
 
     def ssd_rate(self, request_bytes: float) -> float:
-        """Return the useful bytes/s of scattered SSD reads of `request_bytes`: whole blocks, limited by requests/s."""
+        """Return the useful bytes/s of scattered SSD reads: whole blocks, limited by requests/s."""
         blocks_bytes = -(-request_bytes // BLOCK_BYTES) * BLOCK_BYTES
         return min(self.ssd_bytes_per_s * request_bytes / blocks_bytes, self.ssd_requests_per_s * request_bytes)
 
     def device_score_rate(self, keys_bytes: float, cached: bool) -> float:
-        """Return the bytes/s at which the device scores `keys_bytes` of keys; `cached`: its memory caches those that
-        fit.
+        """Return the bytes/s at which the device scores keys; `cached`: its memory caches those that fit.
 
         Source: hillinfer.txt, section 2.2: "The on-board DRAM acts as a cache for NAND flash".
         """
@@ -90,7 +86,7 @@ class Hardware:
         return 1 / (kept / self.device_memory_bytes_per_s + (1 - kept) / self.device_bytes_per_s)
 
     def with_sizes(self, gpu_bytes: int | None = None, host_bytes: int | None = None) -> Hardware:
-        """Return it with the given memory sizes (None: unchanged). Without a GPU the host computes."""
+        """Return it with the given memory sizes. Without a GPU the host computes."""
         given = {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
         changes: dict[str, Sourced] = {
             name: (size, GIVEN, "on the command line") for name, size in given.items() if size is not None
@@ -113,7 +109,6 @@ class Hardware:
         return Hardware.of(self.name, self.title, **known | numbers)
 
     def faster(self, **factors: float) -> Hardware:
-        """Return it with speeds multiplied: faster(ssd_bytes_per_s=2)."""
         return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def to_json(self) -> dict[str, Any]:

@@ -1,17 +1,13 @@
 """Latency per decode token of HillInfer and its baselines, from bytes moved and a pipeline of layers. *Modelled*.
 
 A layer is evaluated (by the processor, by the device, or by the host after reading it), then the selected tokens are
-fetched, then it computes (a roofline). A system that looks ahead evaluates and fetches layer i+1 while layer i
-computes, so a layer takes the longer of both; otherwise it takes their sum. Within a stage, different resources overlap
-if the system allows it (reads with scoring, CPU with device, SSD with the GPU's link). Experts on the host that a step
-of an MoE model uses are fetched like KV data, as if they were known one layer ahead. Nothing is fitted.
+fetched, then it computes (a roofline). A system that looks ahead evaluates and fetches layer i+1 while layer i computes,
+so a layer takes the longer of both; otherwise it takes their sum. Within a stage, different resources overlap if the
+system allows it. Experts on the host that a step of an MoE model uses are fetched like KV data, as if they were known
+one layer ahead. Nothing is fitted.
 
-Other latency models: `cache.latency` times one fetch of missed blocks, `cache.sizing` a pass over a loop that is computed
-in T, and `papers.edram.latency` the array and memories of an accelerator, cycle by cycle.
-
-Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2, with the systems as described there; where it leaves
-something open, the reading most favorable to the baseline is used. Differs from the paper: it measures; this is a
-model. Not modelled: moves of BKP (they are off the critical path), and the software of the baselines' frameworks.
+Source: hillinfer.txt, sections 3.2, 3.3 (figure 6) and 4.2; where it leaves something open, the reading most favorable
+to the baseline is used. Not modelled: moves of BKP (they are off the critical path), and the baselines' frameworks.
 """
 
 from __future__ import annotations
@@ -34,9 +30,8 @@ SCORE_BYTES = 4
 class System:
     """How a system works. `in_storage`: the SSD scores its keys (HIE). `ahead`: layer i+1 while i computes.
 
-    `evaluates`: it scores tokens at each step. `abstracts`: by two keys per chunk. `piped`: reading and scoring
-    overlap. `balanced`: pools by equation (1). `keeps`: pools keep important tokens (BKP). `sparse`: it attends to
-    alpha * N tokens.
+    `evaluates`: it scores tokens at each step. `abstracts`: by two keys per chunk. `piped`: reading and scoring overlap.
+    `balanced`: pools by equation (1). `keeps`: pools keep important tokens (BKP). `sparse`: it attends to alpha * N tokens.
     """
 
     name: str
@@ -51,8 +46,7 @@ class System:
     keeps: bool = False
 
 
-DESIGNS = ("hie", "bkp", "app")
-"""Designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3."""
+DESIGNS = ("hie", "bkp", "app")  # designs of HillInfer that can be left out. Source: hillinfer.txt, sections 3.2 and 3.3.
 
 
 @dataclass(frozen=True)
@@ -73,8 +67,8 @@ class Variant:
 def hillinfer(*without: str) -> System:
     """Return HillInfer, without some of `DESIGNS`.
 
-    Without HIE the host evaluates; without BKP the location of important tokens is arbitrary; without APP nothing
-    overlaps the computation, and the host's pool is as large as possible.
+    Without HIE the host evaluates; without BKP the location of important tokens is arbitrary; without APP nothing overlaps
+    the computation, and the host's pool is as large as possible.
     """
     own = Variant("hillinfer", without)
     hie, bkp, app = (part not in without for part in DESIGNS)
@@ -95,11 +89,7 @@ SYSTEMS: dict[str, System] = {
 
 
 def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cached: bool = False) -> Placement:
-    """Return the placement of the KV cache by `system`; `cached` as for `rule_share`.
-
-    On the GPU if it fits there. Otherwise the host has its share by equation (1), or all if not balanced, but at most
-    M0.
-    """
+    """Return the placement of the KV cache: on the GPU if it fits there, else on the host, up to its share and M0."""
     if found.gpu_kv:
         return Placement(kv_bytes, 0.0, 0.0)
     share = rule_share(hardware, cached) if system.balanced else 1.0
@@ -111,9 +101,8 @@ def place(system: System, found: Room, kv_bytes: float, hardware: Hardware, cach
 class Latency:
     """*Modelled* times (ns) of one decode step: one token of every sequence of the batch.
 
-    `stages`: each as if alone; `exposed`: the part of evaluate and fetch that nothing hides. `busy`: by resource, with
-    the names of the pipeline's timeline. `moved`: bytes by link; `device internal` never leaves the device.
-    `prefill_ns`: for the whole context, once.
+    `stages`: each as if alone; `exposed`: the part of evaluate and fetch that nothing hides. `busy`: by resource. `moved`:
+    bytes by link; `device internal` never leaves the device. `prefill_ns`: for the whole context, once.
     """
 
     system: System
@@ -136,7 +125,6 @@ class Latency:
         return self.prefill_ns + output_tokens * self.token_ns
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, ns and bytes."""
         return {
             "policy": self.system.name,
             "kind": "modelled",
@@ -155,10 +143,7 @@ class Latency:
 def latency(
     policy: str | System, hardware: Hardware, model: ModelShape, workload: Workload, places: Placement | None = None
 ) -> Latency:
-    """Return the modelled latency of `policy` (a name in SYSTEMS, or a system); KeyError: no such policy.
-
-    `places`: placement of the KV cache; None: that of the system.
-    """
+    """Return the modelled latency of `policy`, a system or its name; `places` replaces the system's placement."""
     system = SYSTEMS[policy] if isinstance(policy, str) else policy
     share = workload.alpha if system.sparse else 1.0
     found = room(hardware, model, workload, share)

@@ -1,9 +1,8 @@
 """The workload, its memory, and the placement of weights and KV cache: the two pools of HillInfer. *Modelled.*
 
 Source: hillinfer.txt, figure 2 and section 1, for memory (its "about 30 GB" are GiB: 14.4 GiB of weights and 16 GiB of
-KV cache are 32.6 GB of 10**9 bytes); section 3.1 (the GPU has weights, activations and attended tokens; the CPU a large
-portion of the KV cache, and weights of larger models; the SSD the rest) and 3.3, equation (1): Mc/fc = Ms/fs with Mc <
-M0.
+KV cache); section 3.1 (the GPU has weights, activations and attended tokens; the CPU a large portion of the KV cache,
+and weights of larger models; the SSD the rest) and 3.3, equation (1): Mc/fc = Ms/fs with Mc < M0.
 """
 
 from __future__ import annotations
@@ -15,22 +14,19 @@ from llmcache.kv.planning.hardware import RUNTIME_BYTES, Hardware
 from llmcache.model.shapes import ModelShape
 
 KEYS, KEYS_AND_VALUES = "keys", "keys and values"
-ACTIVATION_BYTES = 2
-"""Assumed: activations in half precision."""
-BUFFERED_LAYERS = 2
-"""Layers whose attended KV is on the GPU at a time: the one being computed and the one being fetched."""
+ACTIVATION_BYTES = 2  # assumed: activations in half precision
+BUFFERED_LAYERS = 2  # layers whose attended KV is on the GPU at a time: the one being computed and the one being fetched
 
 
 @dataclass(frozen=True)
 class Workload:
     """Decoding `batch` sequences of `context` tokens each, with attention to the share `alpha`.
 
-    `host_evaluates`: data that a system without in-storage evaluation reads from the SSD to score tokens. Keys are
-    enough; the paper speaks of KV data (section 3.2, and figure 3a: "20% (blue) and 30% (red) of full KV cache [...]
-    for token evaluations"). `chunk_tokens`: of LeoAM's abstracts. `fetch_tokens`: adjacent tokens fetched together.
-    `important_on_ssd`: the share of the important tokens on the SSD; None: as of all tokens. `important_on_ssd_bkp`:
-    the same with BKP; None: BKP finds no locality. `device_caches`: the device scores keys that fit in its own memory
-    from there, not from flash.
+    `host_evaluates`: data that a system without in-storage evaluation reads from the SSD to score tokens. Keys are enough;
+    the paper speaks of KV data (section 3.2, figure 3a). `chunk_tokens`: of LeoAM's abstracts. `fetch_tokens`: adjacent
+    tokens fetched together. `important_on_ssd`: the share of the important tokens on the SSD; None: as of all tokens.
+    `important_on_ssd_bkp`: the same with BKP; None: BKP finds no locality. `device_caches`: the device scores keys that fit
+    in its own memory from there, not from flash.
     """
 
     context: int
@@ -63,13 +59,13 @@ class MemoryUse:
 
 
 def activation_bytes(model: ModelShape, batch: int) -> float:
-    """Return the bytes of one decode step of `batch` sequences besides KV: the widest layer, and logits in float32."""
+    """Return the bytes of one decode step besides KV: the widest layer, and logits in float32."""
     widest = 4 * model.hidden + (2 if model.gated else 1) * model.widest_ffn
     return batch * (ACTIVATION_BYTES * widest + 4 * model.vocabulary)
 
 
 def memory_use(model: ModelShape, context: int, batch: int) -> MemoryUse:
-    """Return the memory for decoding at `context` tokens with the whole KV cache. Source: figure 2 (full KV cache)."""
+    """Return the memory for decoding at `context` tokens with the whole KV cache. Source: figure 2."""
     return MemoryUse(model.weight_bytes, model.kv_bytes(context, batch), activation_bytes(model, batch), RUNTIME_BYTES)
 
 
@@ -81,7 +77,7 @@ def largest_context(model: ModelShape, batch: int, memory_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory left by the weights, bytes: `host_kv` is M0. `gpu_kv`: the whole KV cache, or 0 (then it is in the pools).
+    """Memory left by the weights, bytes: `host_kv` is M0. `gpu_kv`: the whole KV cache, or 0 if it does not fit.
 
     `weights_on_host`: weights that do not fit on the GPU, experts first. `lacking`: bytes of weights that fit nowhere.
     """
@@ -111,7 +107,6 @@ class Placement:
 
     @property
     def beta(self) -> float:
-        """Mc / Ms, infinite if nothing is on the SSD."""
         return self.host / self.ssd if self.ssd else float("inf")
 
     def to_json(self) -> dict[str, Any]:
@@ -119,7 +114,7 @@ class Placement:
 
 
 def room(hardware: Hardware, model: ModelShape, workload: Workload, attended_share: float) -> Room:
-    """Return the placement of weights and the memory left for KV, for attention to `attended_share` of the tokens."""
+    """Return the placement of weights and the memory left for KV."""
     kv = model.kv_bytes(workload.context, workload.batch)
     working = activation_bytes(model, workload.batch) + min(1.0, BUFFERED_LAYERS / model.layers) * attended_share * kv
     host = hardware.host_bytes - hardware.host_reserved_bytes

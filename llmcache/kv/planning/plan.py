@@ -1,7 +1,6 @@
-"""The plan of `llmcache kv plan` for one model on one machine: placement and latency per token.
+"""The plan of `llmcache kv plan` for one model on one machine; every error names its option.
 
-Every error names its option. Times are *modelled*, with the speeds of a named machine, or with *measured* ones of this
-machine and *emulated* ones of its device.
+Times are *modelled*, with speeds of a named machine, or *measured* ones of this machine and its *emulated* device.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Limit:
 class KvPlan:
     """The plan. `found.host_kv` is M0; `beta_rule`: fc / fs; `m0_binds`: M0 is less than the rule's pool.
 
-    `latencies`: by system; empty if the model does not fit (`lacking_bytes` > 0). `ssd_bytes`: free space below `ssd`.
-    `profile`: None for a named machine.
+    `latencies`: by system; empty if the model does not fit. `ssd_bytes`: free space below `ssd`. `profile`: None for a named
+    machine.
     """
 
     model: ModelShape
@@ -65,7 +64,6 @@ class KvPlan:
     profile: KnownProfile | None
 
     def speedup(self, policy: str) -> float:
-        """Return the time per token of `policy` relative to HillInfer."""
         by_name = {one.system.name: one.token_ns for one in self.latencies}
         return by_name[policy] / by_name["hillinfer"]
 
@@ -83,11 +81,9 @@ def plan(
     kv_dtype: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> KvPlan:
-    """Return the plan for the model with the config.json `model`, or in the directory `model`; tokens, sequences,
-    bytes.
+    """Return the plan for the model with the config.json `model`, or in the directory `model`.
 
     `ssd`: directory of the spill file; `profile`: source of speeds (None: measured with `ssd`, else a typical PC).
-    UsageError names an option that is invalid or impossible to satisfy.
     """
     shape, workload = read_config(model), Workload(context, batch=batch, alpha=alpha)
     if kv_dtype is not None:

@@ -1,8 +1,8 @@
 """The profile of this machine, *measured*: memory, scoring, computing, and the disk and a device for a given directory.
 
-Profiles are cached in the user's cache directory, one for each processor model, number of processors, kernel and
-device. Storage may have changed since, so the age is always reported. The measurement uses a spill file written by an
-*emulated* computational SSD, with random data that storage cannot compress. Only a killed process leaves it behind.
+Profiles are cached, one for each processor model, number of processors, kernel and device. Storage may have changed
+since, so the age is always reported. The measurement uses a spill file of an *emulated* computational SSD, with random
+data that storage cannot compress.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ _SIDE = 1024  # of the multiplied matrices
 
 @dataclass(frozen=True)
 class HostSpeeds:
-    """Bytes/s and operations/s of all processors together: reading memory, scoring half-precision keys, matrix
-    products.
-    """
+    """Bytes/s and operations/s of all processors: reading memory, scoring half-precision keys, matrix products."""
 
     memory_bytes_per_s: float
     score_bytes_per_s: float
@@ -68,11 +66,10 @@ class HostSpeeds:
 
 @dataclass(frozen=True)
 class StorageSpeeds:
-    """Bytes/s (ns for `command_ns`) of the file. `direct`: bypassing the page cache; otherwise reads may come from
-    memory.
+    """Speeds of a file. `direct`: the reads bypass the page cache.
 
-    `device` (keys that the *emulated* device scores), `link` (pages that cross from its process to this one) and
-    `command` belong to the emulation; `sequential` and `random` (whole pages of keys, `page_bytes`) to the disk.
+    `device` (keys that the *emulated* device scores), `link` (pages that cross from its process to this one) and `command`
+    belong to the emulation; `sequential` and `random` (whole pages of keys) to the disk.
     """
 
     device_bytes_per_s: float
@@ -87,7 +84,7 @@ class StorageSpeeds:
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """The conditions of a profile. `device`: major:minor of the file system's device; `filesystem`: its type."""
+    """The conditions of a profile. `device`: major:minor of the file system's device."""
 
     processor: str
     processors: int
@@ -120,7 +117,6 @@ class MachineProfile:
 
     @classmethod
     def from_json(cls, data: Any) -> MachineProfile:
-        """Return the profile from the result of `to_json`. KeyError, ValueError: it is invalid."""
         check_schema(data, SCHEMA)
         made: MachineProfile = from_json(cls, data)
         if min(*asdict(made.host).values(), *asdict(made.storage).values(), made.measured_at, made.host_bytes) < 0:
@@ -151,10 +147,7 @@ def key_of(directory: str | Path) -> ProfileKey:
 def profile_of(
     directory: str | Path, *, force: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> KnownProfile:
-    """Return the profile of this machine with the storage of `directory`; measure it if there is none, or if `force`.
-
-    Errors as for `key_of` and `measure_storage`.
-    """
+    """Return the profile of this machine with the storage of `directory`; measure it if there is none, or if `force`."""
     key, begin = key_of(directory), time.monotonic()
     digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()
     file = user_cache_path("llmcache") / "kv-profile" / f"{digest[:24]}.json"
@@ -186,10 +179,7 @@ def processor() -> str:
 
 
 def hardware_of(profile: MachineProfile, gpu_bytes: int = 0) -> Hardware:
-    """Return this machine for the latency model, with storage and emulated device as measured.
-
-    `gpu_bytes`: memory of a GPU, 0 for none; its speeds are not measured, but those of the typical PC (RTX 3080).
-    """
+    """Return this machine for the latency model; a GPU is assumed to be as fast as that of the typical PC."""
     host, storage = profile.host, profile.storage
     measured = f"on this machine, with the storage of {profile.directory}"
     emulated = f"with an emulated device on the storage of {profile.directory}"
@@ -238,7 +228,7 @@ def measure_host() -> HostSpeeds:
 
 
 def _rate(run: Callable[[], object], amount: float) -> float:
-    """Return `amount` per second: the median of the runs within PROBE_S, after a run that compiles and maps memory."""
+    """Return `amount` per second: the median of the runs within PROBE_S, after one that compiles and maps memory."""
     begin = time.perf_counter()
     run()
     first = time.perf_counter() - begin
@@ -317,7 +307,6 @@ def device_rate(device: EmulatedCsd) -> float:
 
 
 def _disk_rate(path: Path, request_bytes: int, *, scattered: bool, direct: bool) -> float:
-    """Return the bytes/s of READERS concurrent readers of `request_bytes` for READ_S."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
     try:
         requests = os.fstat(fd).st_size // request_bytes

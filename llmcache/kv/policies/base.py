@@ -1,7 +1,7 @@
 """KvPolicy: the base class of all policies, and their settings.
 
-The engine calls a policy from one thread at a time, so a policy needs no lock. A policy keeps its state by layer, because
-layers may come in any order.
+The engine calls a policy from one thread at a time, so a policy needs no lock. A policy keeps its state by layer,
+because layers may come in any order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers import KvStore, Selection, StoreConfig
 from llmcache.papers.csd.wire import MOST_TOKENS
 
-PAPER_ALPHA = 0.2
-"""hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"."""
-SLACK = 1024
-"""Minimum growth of a table in tokens, because growing copies it."""
+PAPER_ALPHA = 0.2  # hillinfer.txt, section 4.2: "we set the importance rate alpha as 0.2"
+SLACK = 1024  # minimum growth of a table in tokens, because growing copies it
 
 Kind = TypeVar("Kind", bound=np.generic)
 
@@ -45,16 +43,14 @@ def one_of(default: str, names: Collection[str]) -> Any:
 class PolicySettings:
     """Settings of all policies. UsageError names an invalid field.
 
-    `alpha` (0, 1]: share of the context that a step attends to; or `token_budget`: number of tokens. Both include sink,
-    window and tail; if neither is given, alpha is 0.2. `score_block_tokens` (n): tokens of a score block. `combine`: "max"
-    or "sum" over the query heads of a key head. `scale` of the softmax: None for 1/sqrt(head_dim).
+    A step attends to the share `alpha` (0, 1] of the context (default 0.2), or to `token_budget` tokens, including sink,
+    window and tail. `score_block_tokens` (n): tokens of a score block. `combine`: "max" or "sum" over the query heads of a
+    key head. `scale` of the softmax: None for 1/sqrt(head_dim).
     """
 
     alpha: float | None = setting(None, lambda share: 0 < share <= 1, "use a share of the context above 0 and at most 1")
     token_budget: int | None = setting(
-        None,
-        lambda tokens: isinstance(tokens, (int, np.integer)) and bool(tokens >= 1),
-        "use a whole number of at least 1",
+        None, lambda tokens: isinstance(tokens, (int, np.integer)) and bool(tokens >= 1), "use a whole number of at least 1"
     )
     score_block_tokens: int = setting(256, lambda n: 1 <= n <= MOST_TOKENS, f"use 1 to {MOST_TOKENS} tokens")
     combine: str = one_of("max", COMBINE)
@@ -73,7 +69,6 @@ class PolicySettings:
                 raise UsageError(f"{setting_.name}: {value!r} is out of range", setting_.metadata["hint"])
 
     def check_store(self, config: StoreConfig) -> None:
-        """Raise UsageError if the budget is smaller than the sink and window of a store."""
         pinned = (config.sink_pages + config.window_pages) * config.shape.page_tokens
         if self.token_budget is not None and self.token_budget < pinned:
             hint = "increase the budget, or reduce the sink or the window"
@@ -99,11 +94,9 @@ class Remembered(Protocol):
     def bytes_at(self, tokens: int) -> int:
         """Return the bytes of one layer and sequence for `tokens` tokens."""
 
-    def crop(self, tokens: int) -> None:
-        """Remove the tokens from number `tokens` on."""
+    def crop(self, tokens: int) -> None: ...
 
-    def reorder(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`."""
+    def reorder(self, index: Int64s) -> None: ...
 
 
 class TokenTable(Generic[Kind]):
@@ -140,33 +133,25 @@ class TokenTable(Generic[Kind]):
 
 
 class KvPolicy(ABC):
-    """Chooses, in each step and layer, which tokens of the middle to attend to; the settings determine their number.
+    """Chooses, in each step and layer, which tokens of the middle of `store` to attend to; the settings set their number.
 
-    Sink, window and tail are always attended to. A policy belongs to one `store`. The engine calls `prefilled` after each
-    append of a prefill, and in each step `select`, then `attended`. `first` [batch]: the first token that is not padding.
-
-    A subclass defines `choose`, called only if there is a choice, and `begin`; it adds per-token state to `remembered`. With
-    `whole_pages`, it chooses pages, all of whose tokens are attended to.
+    The engine calls `prefilled` after each append of a prefill, and in each step `select`, then `attended`. `first` [batch]:
+    the first token that is not padding. A subclass defines `choose`, which is called only if there is a choice, and `begin`;
+    it adds per-token state to `remembered`. With `whole_pages`, it chooses pages, all of whose tokens are attended to.
     """
 
-    name: ClassVar[str]
-    """Argument of `--policy`."""
-    title: ClassVar[str]
-    """Name in tables and plots."""
+    name: ClassVar[str]  # argument of `--policy`
+    title: ClassVar[str]  # name in tables and plots
     needs_weights: ClassVar[bool] = False
     """True if `attended` needs the attention weights, and `prefilled` the queries of a prompt."""
     ssd: ClassVar[str] = "file"
     """The ssd tier for which it is designed: "file", read by the host; or "csd", the *emulated* device."""
-    ahead: ClassVar[bool] = False
-    """True if it is designed for lookahead, one layer before the one that computes."""
+    ahead: ClassVar[bool] = False  # true if it is designed for lookahead, one layer before the one that computes
     interleaved: ClassVar[bool] = False
     """True if it never reads keys alone from a file, so that keys and values may be interleaved."""
-    whole_pages: ClassVar[bool] = False
-    """True if it chooses pages instead of tokens."""
-    sink_tokens: ClassVar[int] = 16
-    """Default number of first tokens that a cache always attends to."""
-    window_tokens: ClassVar[int] = 32
-    """Default number of last tokens that a cache always attends to."""
+    whole_pages: ClassVar[bool] = False  # true if it chooses pages instead of tokens
+    sink_tokens: ClassVar[int] = 16  # default number of first tokens that a cache always attends to
+    window_tokens: ClassVar[int] = 32  # default number of last tokens that a cache always attends to
     settings_class: ClassVar[type[PolicySettings]] = PolicySettings
 
     def __init__(self, store: KvStore, settings: PolicySettings | None = None, timeline: Timeline = NO_TIMELINE) -> None:
@@ -191,8 +176,8 @@ class KvPolicy(ABC):
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
         """Return `tokens` tokens of the middle for each head of each sequence; more than 0, fewer than the middle has.
 
-        Heads of a layer may share a budget (see `Selection`). `queries` [batch, heads, head_dim] float32. With
-        `whole_pages`, `tokens` is a multiple of the page size.
+        Heads of a layer may share a budget. `queries` [batch, heads, head_dim] float32. With `whole_pages`, `tokens` is a
+        multiple of the page size.
         """
 
     def prefilled(self, layer: int, queries: Floats, start: int) -> None:  # noqa: B027 - not all take note
@@ -231,7 +216,6 @@ class KvPolicy(ABC):
         return sum(table.size_bytes for table in self.remembered)
 
     def index_bytes_at(self, tokens: int) -> int:
-        """Return the most bytes of per-token state of one layer and sequence for `tokens` tokens."""
         return sum(table.bytes_at(tokens) for table in self.remembered)
 
     # For subclasses

@@ -1,4 +1,4 @@
-"""Baselines: full attention, the last tokens, the oracle, and the baselines of HillInfer (hillinfer.txt, section 4.2)."""
+"""Baselines: full attention, the last tokens, the oracle, and those of hillinfer.txt, section 4.2."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from llmcache.kv.policies.base import KvPolicy, PolicySettings, one_of
 from llmcache.kv.policies.hillinfer import HierarchicalEvaluation
 from llmcache.kv.tiers import KvStore, Selection, side_by_side
 
-PROMISING = 2
-"""LeoAM: number of tokens to score exactly, as a multiple of those to choose."""
+PROMISING = 2  # LeoAM: number of tokens to score exactly, as a multiple of those to choose
 
 
 class Full(KvPolicy):
-    """The full cache: every step fetches and attends to all tokens, regardless of the budget.
-
-    Source: hillinfer.txt, section 4.2, baseline (1).
-    """
+    """Every step fetches and attends to all tokens. Source: hillinfer.txt, section 4.2, baseline (1)."""
 
     name = "full"
     title = "Full cache"
@@ -39,8 +35,7 @@ class Full(KvPolicy):
 class Window(KvPolicy):
     """StreamingLLM-like: attends to the first and the last tokens that fit the budget, without an evaluation.
 
-    Source: Xiao et al., Efficient streaming language models with attention sinks, ICLR 2024, section 3.2. Differs from it:
-    positions are those of the tokens, not those in the cache; and pages that leave the window are kept.
+    Source: Xiao et al., ICLR 2024, section 3.2. Differs from it: positions are those of the tokens, not those in the cache.
     """
 
     name = "window"
@@ -55,8 +50,8 @@ class Window(KvPolicy):
 class OracleSettings(PolicySettings):
     """Settings of Oracle.
 
-    `by`: "mass", softmax weights summed over the query heads of a key head; "layer", the same, with one budget for all heads
-    of a layer; "product", the largest product.
+    `by`: "mass", softmax weights summed over the query heads of a key head; "layer", the same, with one budget for all
+    heads of a layer; "product", the largest product.
     """
 
     by: str = one_of("mass", ("mass", "layer", "product"))
@@ -66,7 +61,7 @@ class Oracle(KvPolicy):
     """The best possible choice, for comparison: it reads all keys in each step.
 
     Source: icecache.txt, section 5, and hillinfer.txt, Algorithm 1, choose by the largest product; Yuan et al., Native
-    Sparse Attention, 2025, section 3.3.2, equation 10, by the sum of weights.
+    Sparse Attention, 2025, equation 10, by the sum of weights.
     """
 
     name = "oracle"
@@ -106,11 +101,10 @@ def softmax(logits: Floats) -> Floats:
 class Prefetch(KvPolicy):
     """InfiniGen-like: the host scores the keys of the next layer with estimated queries, and fetches the best.
 
-    The engine's lookahead (`app`) provides the estimate. Keys on the ssd tier are read over the link to be scored.
+    Keys on the ssd tier are read over the link to be scored.
 
     Source: hillinfer.txt, section 4.2, baseline (3); Lee et al., InfiniGen, OSDI 2024, sections 4.2 and 4.3. Differs from
-    InfiniGen: all channels are scored, because weights are not skewed offline; and the number of chosen tokens is the
-    budget, not those within a margin of the best score.
+    InfiniGen: all channels are scored, because weights are not skewed offline; the number of tokens is the budget.
     """
 
     name = "prefetch"
@@ -131,7 +125,7 @@ class LeoAM(KvPolicy):
     is promising for at least one head.
 
     Source: hillinfer.txt, section 4.2, baseline (4); Sun et al., LeoAM, 2025. Differs from LeoAM: chunks have two levels and
-    one size in all layers; only the best tokens of a promising page are attended to; nothing is compressed for transfers.
+    one size in all layers; only the best tokens of a promising page are attended to; nothing is compressed.
     """
 
     name = "leoam"

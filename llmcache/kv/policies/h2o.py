@@ -1,7 +1,7 @@
 """H2O and Kelle: policies that keep the tokens with the most attention, summed over all queries.
 
-The attention matrix of a prompt is never stored. Compiled loops add up four rows at a time, because matrix products took 25
-times as long with busy CPUs (4096 queries of 32 heads, measured). The loops call only `single_of` outside this file.
+The attention matrix of a prompt is never stored. Compiled loops add up four rows at a time, because matrix products took
+25 times as long with busy CPUs (4096 queries of 32 heads, measured). The loops call only `single_power` outside this file.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from numba import njit
 
 from llmcache.arrays import Flags, Floats, Int64s
 from llmcache.kv.kernels import top
-from llmcache.kv.kernels.scores import single_of
+from llmcache.kv.kernels.scores import single_power
 from llmcache.kv.kernels.threads import Job, processors, run_all
 from llmcache.kv.pipeline import widened
 from llmcache.kv.policies.base import KvPolicy, PolicySettings, TokenTable, one_of
 from llmcache.kv.tiers import Selection
 
-ROWS = 4
-"""Rows computed at a time, so that a key is loaded once for all of them."""
+ROWS = 4  # rows computed at a time, so that a key is loaded once for all of them
 _LOG2_E = np.float32(1.4426950408889634)
-# 2^x on [0, 1), fitted at Chebyshev nodes: relative error 1.7e-7.
-_C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.69315135, 0.24016416, 0.05580045, 0.00901669, 0.00186718))
 
 
 class H2O(KvPolicy):
@@ -37,8 +34,7 @@ class H2O(KvPolicy):
         attended:  sums[token] += attention of this step's queries, if the token was attended to
 
     Source: Zhang et al., H2O, NeurIPS 2023, section 4 and algorithm 1; hillinfer.txt, section 4.2, baseline (2). Differs
-    from H2O: the sum of a token that is not chosen stays, and the token may return; and recent tokens are the store's
-    window, not half of the budget.
+    from H2O: a token that is not chosen keeps its sum and may return; recent tokens are the store's window.
 
     `sums`: rows [tokens, kv_heads] float32.
     """
@@ -127,14 +123,8 @@ def _add_softmax(logits, sums):  # type: ignore[no-untyped-def]
         most = max(most, logits[i])
     total = np.float32(0)
     for i in range(logits.size):
-        # 2^x, x <= 0: the integer part becomes the exponent, the rest is a polynomial.
-        x = max((logits[i] - most) * _LOG2_E, np.float32(-126))
-        whole = np.floor(x)
-        rest = x - whole
-        power = np.float32(1) + rest * (_C1 + rest * (_C2 + rest * (_C3 + rest * (_C4 + rest * _C5))))
-        power *= single_of(np.uint32(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23)))
-        logits[i] = power
-        total += power
+        logits[i] = single_power((logits[i] - most) * _LOG2_E)
+        total += logits[i]
     share = np.float32(1) / total
     for i in range(logits.size):
         sums[i] += logits[i] * share
@@ -144,8 +134,8 @@ def _add_softmax(logits, sums):  # type: ignore[no-untyped-def]
 class KelleSettings(PolicySettings):
     """Settings of Kelle; N' is `token_budget`.
 
-    `evicted`: "lost" as in the paper, or "spilled": dropped tokens remain candidates, on the ssd tier if there is one. They
-    return only if all others have lower ranks, which is rare; policies that use the query recall more tokens.
+    `evicted`: "lost" as in the paper, or "spilled": dropped tokens remain candidates, on the ssd tier if there is one, and
+    return if all others have lower ranks, which is rare.
     """
 
     evicted: str = one_of("lost", ("lost", "spilled"))
@@ -157,8 +147,7 @@ class Recorder(Protocol):
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
         """Receive the rows of a layer of a sequence: their ids (-1: free), and which are high-score tokens."""
 
-    def end_step(self, duration_ns: float | None = None) -> None:
-        """End the observed step."""
+    def end_step(self, duration_ns: float | None = None) -> None: ...
 
 
 class Kelle(H2O):
@@ -209,7 +198,6 @@ class Kelle(H2O):
             self._record_rows(layer, self.store.attended_positions(layer, selection))
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
-        """Return the `count` of `pages` with the fewest kept tokens, earlier first (`Victims` of the store)."""
         tokens = self._dropped.rows(layer, sequence, (int(pages[-1]) + 1) * self.page_tokens)
         kept = (~tokens).reshape(-1, self.page_tokens * self.kv_heads).sum(axis=1)[pages]
         return np.sort(pages[np.argsort(kept, kind="stable")[:count]])
@@ -224,7 +212,6 @@ class Kelle(H2O):
         self._recorder, self._recorded_step, self._places, self._step_ns = recorder, -1, 0, step_ns
 
     def end_record(self) -> None:
-        """End the last recorded step. ValueError if there was none since `record`."""
         if self._recorder is None or self._recorded_step < 0:
             raise ValueError("end_record: nothing was recorded, call record() before the steps")
         recorder, self._recorder = self._recorder, None

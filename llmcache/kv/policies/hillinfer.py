@@ -1,13 +1,13 @@
 """HillInfer: importance is evaluated where the keys are, and frequently hit pages move up.
 
 Hierarchical importance evaluation (HIE), hillinfer.txt, section 3.2 and Algorithm 1, whose lines the comments name: one
-thread receives score blocks from the device, and the caller's thread scores the host's pool. Both merge into the same lists
-under a lock, held for one block at a time. The result does not depend on their order: of equal scores, the earlier position
-wins. The caller returns, or raises, only when both are done, so that the device is idle.
+thread receives score blocks from the device, and the caller's thread scores the host's pool. Both merge into the same
+lists under a lock, held for one block at a time. The result does not depend on their order. The caller returns, or
+raises, only when both are done, so that the device is idle.
 
-Bidirectional KV cache pools (BKP), section 3.2 and equation 1. Differs from the paper: pages move, because the ssd tier
-stores pages; it keeps every page, so a move down writes nothing; hits decay; and a page replaces only one with less than
-half of its hits, because pages of similar rank would swap in each step.
+Bidirectional KV cache pools (BKP), section 3.2 and equation 1. Differs from the paper: the ssd tier stores every page,
+so a move down writes nothing; hits decay; and a page replaces only one with less than half of its hits, because pages
+of similar rank would swap in each step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from llmcache.kv.tiers import Selection
 from llmcache.papers.csd.wire import decode, encode
 
 Candidates = Sequence[Int64s] | None
-HOST_TOKENS = 8192
-"""Tokens that the host scores between two merges; no link limits the size of these blocks."""
+HOST_TOKENS = 8192  # tokens that the host scores between two merges; no link limits the size of these blocks
 
 
 class HierarchicalEvaluation:
@@ -47,8 +46,7 @@ class HierarchicalEvaluation:
         """Return the positions [batch, kv_heads, k] int64, ascending, of the `k` best tokens of the middle for each head.
 
         `queries` [batch, heads, dim] float32. `pages`: for each sequence, the only pages to score, ascending; None for the
-        middle. Padding is chosen only if there are no other tokens. All scores are rounded to fp16, so that the choice does
-        not depend on the pool of a token.
+        middle. Padding is chosen only if there are no other tokens. Scores are rounded to fp16 in both pools.
         """
         merged = _Merged(self.policy, k)  # line 1
         if self.parallel:  # lines 3 to 13
@@ -110,8 +108,7 @@ def _halves(scores: Floats) -> Floats:
     return decode(0, 0, pairs).scores
 
 
-MOST = np.iinfo(np.uint16).max
-"""Largest count of a token, in two bytes."""
+MOST = np.iinfo(np.uint16).max  # largest count of a token, in two bytes
 HALF_LIFE_STEPS = 16
 """Steps after which a hit counts half. Measured on synthetic streams with drifting topics: without decay, the pool keeps
 outdated pages (it has 3 to 9 percentage points fewer of the chosen tokens); with 8, more moves are in vain."""
@@ -123,8 +120,8 @@ CLEARLY = 2
 class HillInferSettings(PolicySettings):
     """Settings of HillInfer; n is `score_block_tokens`. The store sets the size of the host's pool (`cpu_pages`).
 
-    `hie`, `bkp`: enable each design, for ablation. Without BKP, the pages that are important in a step move up, and the
-    least important move down.
+    `hie`, `bkp`: enable each design, for ablation. Without BKP, the important pages of a step move up, and the least
+    important move down.
     """
 
     hie: bool = True
@@ -188,7 +185,6 @@ class HillInfer(KvPolicy):
         return self.store.shape.pages_of(self.settings.attended(length))
 
     def victims(self, layer: int, sequence: int, pages: Int64s, count: int) -> Int64s:
-        """Return the `count` of `pages` with the fewest hits, earlier first, recent pages last (`Victims` of the store)."""
         ranks = self.hits.pages(layer, sequence, int(pages[-1]) + 1, self.page_tokens)[pages]
         if self.settings.bkp:
             recent = min(self._important_pages(self.store.layer_length(layer)), self._room // 2)
@@ -201,8 +197,7 @@ def moves(in_cpu: Flags, ranks: Int64s, important: int, room: int, recent: int, 
 
     `in_cpu` [pages]: the pages in the host's pool; `ranks` [pages]: their hits. `important`: number of pages with the most
     hits that belong in the pool; `recent`: number of the last pages, which stay, at most half of `room`, the pool's pages
-    for the middle. A page replaces another only with more than `clearly` times its hits. Of equal hits, the later ranks
-    higher.
+    for the middle. A page replaces another only with more than `clearly` times its hits.
     """
     pages = np.arange(len(in_cpu))
     order = np.lexsort((-pages, -ranks))  # most hits first
@@ -220,10 +215,10 @@ def moves(in_cpu: Flags, ranks: Int64s, important: int, room: int, recent: int, 
 
 
 class HitTable(TokenTable[np.uint16]):
-    """Hits of all tokens of `layers` layers and `batch` sequences: one for each key head that chose the token.
+    """Hits of all tokens: one for each key head that chose the token.
 
-    Source: hillinfer.txt, section 3.2, "Bidirectional KV Cache Pools" (a table of the cache hit rate) and 4.4 ("2N bytes").
-    Before an overflow, which the paper does not define, all counts of a layer and sequence are halved.
+    Source: hillinfer.txt, section 3.2 (a table of the cache hit rate) and 4.4 ("2N bytes"). Before an overflow, which the
+    paper does not define, all counts of a layer and sequence are halved.
     """
 
     def __init__(self, layers: int, batch: int) -> None:
@@ -245,7 +240,6 @@ class HitTable(TokenTable[np.uint16]):
             counts >>= bits
 
     def pages(self, layer: int, sequence: int, pages: int, page_tokens: int) -> Int64s:
-        """Return the hits [pages] int64 of whole pages."""
         counts = self.rows(layer, sequence, pages * page_tokens)
         found: Int64s = counts.reshape(pages, page_tokens).sum(axis=1, dtype=np.int64)
         return found

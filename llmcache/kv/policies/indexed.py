@@ -1,4 +1,4 @@
-"""Policies with an index of keys: the base class IndexedPolicy, Quest, Mass and IceCache."""
+"""Policies with an index of keys: Quest, Mass and IceCache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class IndexedPolicy(KvPolicy):
         self.remembered.append(indexes)
 
     def anchor_of(self, layer: int) -> int:
-        """Return the layer whose choice `layer` uses; `layer` itself if it chooses."""
         offset = layer - self.settings.full_layers
         return layer if offset < 0 else layer - offset % self.settings.anchor_every
 
@@ -72,7 +71,6 @@ class IndexedPolicy(KvPolicy):
         return self.page_tokens * np.maximum(self.store.config.sink_pages, -(-self.first // self.page_tokens))
 
     def pad(self, first: Int64s) -> None:
-        """Set the padding, and remove indexes that contain padding now."""
         before = self._starts
         super().pad(first)
         self._starts = self._first_indexed()
@@ -92,7 +90,6 @@ class IndexedPolicy(KvPolicy):
                 each.feed(layer, self._starts)
 
     def select(self, layer: int, queries: Floats) -> Selection:
-        """Return the tokens to attend to; the whole middle in the first `full_layers` layers."""
         return self.store.everything if layer < self.settings.full_layers else super().select(layer, queries)
 
     def choose(self, layer: int, queries: Floats, tokens: int) -> Selection:
@@ -139,9 +136,7 @@ class IndexedPolicy(KvPolicy):
 
 
 class Quest(IndexedPolicy):
-    """Quest: the pages whose keys could have the largest products, without reading the keys.
-
-    Summaries (2 of a page's 16 rows of keys, as float32) are in host memory.
+    """Chooses the pages whose keys could have the largest products, by summaries in host memory.
 
     Source: Tang et al., Quest, ICML 2024, section 3; baseline of icecache.txt, sections 2.2 and 5. Differs from Quest: the
     first layers have full attention only with `full_layers`.
@@ -177,18 +172,14 @@ class Mass(IndexedPolicy):
                   softmax over both; sums by key head; the best tokens of the middle, for all heads of a layer together
 
     With the largest product (IceCache, HillInfer), the head with the longest queries would decide for all. Key heads share
-    the layer's budget, unless a choice serves several layers. Important tokens of sink and window are chosen like any
-    others.
-
-    Part of the weight of the tokens that are not chosen (`mean_share`) goes to the mean of the values. If all of it did, a
-    model's loss would be larger than without, because important tokens that are not chosen differ from the mean.
+    the layer's budget, unless a choice serves several layers. If the mean of the values got all of the weight of the tokens
+    that are not chosen, a model's loss would rise, because important ones among them differ from the mean.
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2, equation 10: importance by the sum of weights over a
-    group; Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all heads of a layer share its budget; Ribar et
-    al., SparQ Attention, 2024, section 3, algorithm 1: the mean of the values. Differs from the first: single tokens are
-    chosen by their own keys. Differs from the second: each step chooses again, and a head gets at most twice its even part.
-    Differs from the third: the mean gets half of the other weight. The softmax excludes the newest token, which is appended
-    after the choice, and a model's cap of logits.
+    group. Differs from it: single tokens are chosen. Feng et al., Ada-KV, 2024, section 3.3: the largest weights of all
+    heads of a layer share its budget. Differs from it: each step chooses again, and a head gets at most twice its even
+    part. Ribar et al., SparQ Attention, 2024, section 3, algorithm 1: the mean of the values. Differs from it: the mean
+    gets half of the other weight. The softmax excludes the newest token, and a model's cap of logits.
     """
 
     name = "mass"
@@ -258,13 +249,11 @@ class IceCacheSettings(IndexedSettings):
 
 
 class IceCache(IndexedPolicy):
-    """IceCache: keys are clustered in DCI-trees, which grow as pages leave the window; queries descend the trees.
+    """Keys are clustered in DCI-trees, which grow as pages leave the window; queries descend the trees.
 
         prefilled: a tree is built for each key head while the next layer computes
         select:    the tokens that the trees find (algorithms 3 and 4), from the union over the queries of a key head
         attended:  the page that leaves the window is inserted (algorithm 1, lines 27 to 37)
-
-    Trees are in host memory (see `DciIndex`); keys and values are in the store's tiers.
 
     Source: icecache.txt, section 4, appendix A and B, algorithms 1 to 4. Differs from the paper: the chosen rows are fetched
     individually, because pages of the tree are not pages of the store; all layers keep to the budget by default (the paper:
@@ -290,7 +279,6 @@ class IceCache(IndexedPolicy):
     # Saving trees next to the spill file
 
     def saved(self) -> None:
-        """Replace the trees next to the spill file; MissingRequirement if that fails."""
         if self.store.config.path is None:
             return
         found: dict[tuple[int, int, int], Any] = {}

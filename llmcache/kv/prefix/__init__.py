@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def common_length(first: NDArray[Any], second: NDArray[Any] | Sequence[int]) -> int:
+    """Return the length of the common prefix of two token sequences."""
+    length = min(len(first), len(second))
+    if not length or first[0] != second[0]:
+        return 0
+    differ = np.flatnonzero(first[:length] != np.asarray(second[:length]))
+    return int(differ[0]) if len(differ) else length
 
 
 def openmetrics(rows: Iterable[tuple[str, str, float, str]]) -> str:

@@ -1,9 +1,9 @@
-"""FileIdentity: a digest of every byte of a model file, computed once in the background and saved.
+"""A digest of every byte of a model file, computed once in the background and saved.
 
-Samples would not distinguish a model with a few changed rows from the original, so a thread reads whole files, one at a
-time, with idle I/O priority, and leaves the page cache unchanged. The digest is saved in the user's cache directory, in
-one file for each device and inode. It is valid while the model file keeps its size, modification time and change time
-(ctime), which programs cannot set. On file systems without change times, no digest is saved.
+Samples would not distinguish a model with a few changed rows from the original, so a thread reads whole files, with
+idle I/O priority, and leaves the page cache unchanged. The digest is saved in the user's cache directory, in one file
+for each device and inode. It is valid while the model file keeps its size, modification time and change time (ctime),
+which programs cannot set. On file systems without change times, no digest is saved.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ from llmcache.units import BLOCK_BYTES, format_size
 
 log = logging.getLogger("llmcache.kv")
 
-FORMAT = 1
-"""Version of the saved digests."""
+FORMAT = 1  # version of the saved digests
 CHUNK_BYTES = 4 << 20
-PIECE_BYTES = 64 << 10
-"""Unit in which loaded pages are dropped from the page cache, for chunks that were partly cached."""
+PIECE_BYTES = 64 << 10  # unit in which loaded pages are dropped from the page cache, for chunks that were partly cached
 TICK_NS = 50 * 10**6
 """Longer than a tick of the kernel's clock for change times; two writes within one tick can leave the same time."""
 PROGRESS_S = 30.0
@@ -65,7 +63,6 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, file: str | os.PathLike[str] | int) -> Stamp:
-        """Return the stamp of a path or an open file. OSError, also if it is not a regular file."""
         found = os.stat(file)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
@@ -186,7 +183,7 @@ def _hash(job: _Job) -> str:
 
 
 class _Reader:
-    """Reads a file without changing which of its pages are cached. OSError."""
+    """Reads a file without changing which of its pages are cached."""
 
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
@@ -259,7 +256,7 @@ def _checked(stamp: Stamp, digest: str) -> dict[str, object]:
 
 
 def remembered(stamp: Stamp) -> str | None:
-    """Return the saved digest of the file with this stamp; None if it is missing or damaged."""
+    """Return the saved digest of the file with this stamp, if any."""
     try:
         found = json.loads(_memory_of(stamp).read_bytes())
         digest = found["digest"]

@@ -5,8 +5,7 @@ The value of the key `llmcache:MODEL:NAME-INDEX.kind` has the contents of a bloc
 configure the server with `maxmemory` and `allkeys-lru`, or pass a `ttl`. Checksums detect damage, not malice: a client
 that may write to the server can substitute other states for a prompt.
 
-A failed or late request costs only the hit: the caller abandons it at the deadline. Then no requests are sent for
-PAUSE_S.
+A failed or late request costs only the hit. Then no requests are sent for PAUSE_S.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from llmcache.kv.spill.layout import aligned
 log = logging.getLogger("llmcache.kv")
 
 PAUSE_S = 10.0
-LARGEST = 512 << 20
-"""Largest value in bytes that these servers accept."""
+LARGEST = 512 << 20  # largest value in bytes that these servers accept
 Answer = TypeVar("Answer")
 
 
@@ -56,9 +54,7 @@ class SharedTier:
         self.fetched_blocks = self.pushed_blocks = self.failures = 0
 
     def fetch(self, keys: Sequence[BlockKey], until_s: float) -> list[tuple[BlockKey, Block]]:
-        """Return the blocks of `keys` up to the first one that is missing, damaged, or late (`until_s`:
-        `time.monotonic()`).
-        """
+        """Return the blocks of `keys` up to the first missing, damaged or late one (`until_s`: `time.monotonic()`)."""
         found: list[tuple[BlockKey, Block]] = []
         for key in keys:
             begin = time.monotonic()
@@ -71,7 +67,6 @@ class SharedTier:
         return found
 
     def newest(self, model: str, links: Sequence[str], index: int, until_s: float) -> tuple[BlockKey, Block] | None:
-        """Return the block `index` that the first existing one of `links` points to."""
         names = self._asked(lambda: self._redis.mget([_link(model, link, index) for link in links]), until_s)
         found = names if isinstance(names, list) else []
         name = next((name for name in found if isinstance(name, bytes)), b"")

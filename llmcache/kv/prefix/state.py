@@ -1,21 +1,19 @@
 """Cut the serialized state of a sequence (llama.cpp's llama_state_seq_get_data) at token boundaries, and join it again.
 
-A state consists of a header and one part for each attention cache (two with sliding windows). All numbers are little-endian,
-u32 where no type is given. The header has a magic number and flags; in the state of a whole context, it has the length and
-the name of the architecture instead. A part has:
+A state consists of a header and one part for each attention cache (two with sliding windows). All numbers are
+little-endian, u32 where no type is given. The header has a magic number and flags; in the state of a whole context, it
+has the length and the name of the architecture instead. A part has:
 
 - number of streams (1), number of cells
 - for each cell: position (i32), number of sequences (1), sequence (0, i32)
 - whether values are transposed, number of layers
 - for each layer, the keys: type (i32), bytes of a token's row (u64), rows
-- for each layer, the values: the same; if they are transposed: type (i32), bytes of an element, number of elements, and for
-  each element a line with all tokens
+- for each layer, the values: the same; if they are transposed: type (i32), bytes of an element, number of elements, and
+  for each element a line with all tokens
 
-Source: llama_kv_cache::state_write and llama_context::state_seq_write_data in llama.cpp, as of llama-cpp-python 0.3.36.
-
-The state has no version number, so `read_state` verifies all of it: a state can be cut if its size matches this layout to
-the byte and each cache has the positions 0 to n - 1 once. States with recurrent layers, with several positions for a token
-or with windows that dropped tokens cannot be cut; `Uncut` has the reason.
+Source: llama_kv_cache::state_write and llama_context::state_seq_write_data, as of llama-cpp-python 0.3.36. The state has
+no version number, so `read_state` verifies that it matches this layout to the byte and that each cache has the positions
+0 to n - 1 once. Other states (recurrent layers, several positions for a token, windows that dropped tokens) raise `Uncut`.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCache:
-    """One attention cache: the strips of keys and values for each layer, and whether values are transposed."""
+    """The strips of keys and values for each layer, and whether values are transposed."""
 
     transposed: bool
     keys: tuple[Strip, ...]
@@ -77,12 +75,10 @@ class StateLayout:
         return sum(strip.token_bytes for part in self.parts for strip in (*part.keys, *part.values))
 
     def to_json(self) -> list[list[object]]:
-        """Return a list of `transposed`, `keys` and `values` for each attention cache."""
         return [[part.transposed, list(part.keys), list(part.values)] for part in self.parts]
 
     @classmethod
     def from_json(cls, data: object) -> StateLayout:
-        """Return the layout that `to_json` wrote as `data`; ValueError if it is invalid."""
         try:
             parts = tuple(
                 AttentionCache(transposed, tuple(map(_strip, keys)), tuple(map(_strip, values)))
@@ -127,7 +123,7 @@ class Uncut(Exception):
 
 
 class State:
-    """A verified state of `tokens` tokens, in the form of llama.cpp; created by `read_state`."""
+    """A verified state of `tokens` tokens, in the form of llama.cpp."""
 
     def __init__(self, layout: StateLayout, tokens: int, places: Places) -> None:
         self.layout, self.tokens = layout, tokens
@@ -169,7 +165,6 @@ def read_state(data: Bytes, architecture: str | None = None) -> State:
 
 
 def _read_part(data: Bytes, at: int) -> tuple[AttentionCache, int, Places, int]:
-    """Return the attention cache at offset `at`, its number of tokens, its strips, and the offset of its end."""
     streams, tokens = struct.unpack_from("<II", data.data, at)
     at += 8
     if streams != 1 or not tokens or at + tokens * _CELL.itemsize > len(data):
@@ -223,9 +218,7 @@ class Joined:
             at += len(head) + tokens * strip.token_bytes
 
     def put(self, start: int, block: Bytes, tokens: int | None = None) -> None:
-        """Copy the first `tokens` (None: all) of a block from `State.block` to position `start`. ValueError: they do
-        not fit.
-        """
+        """Copy the first `tokens` (None: all) of a block to position `start`; ValueError if they do not fit."""
         per_token = self.layout.token_bytes
         block_tokens, rest = divmod(len(block), per_token)
         tokens = block_tokens if tokens is None else tokens

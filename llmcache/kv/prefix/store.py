@@ -14,7 +14,7 @@ with all of its tokens.
 The lock is held to create and to publish a file, to evict and to record a use, never while a block is read or written. A
 writer locks its temporary file, so a sweep recognizes the files of dead writers.
 
-The modification time of a file is the time of its last use, which increases even if the clock goes back. Of the blocks of
+The modification time of a file is the time of its last use, which increases even if the clock goes back. Among the blocks of
 one use, the last is evicted first, because a block cannot be used without those before it.
 
 Blocks are not compressed: zstd (level 1) saves 7 % of F16 keys and values at 0.5 GB/s (measured by `tools/bench prefix` on
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcache import files
 from llmcache.arrays import Bytes
@@ -54,8 +56,7 @@ from llmcache.units import format_size, parse_duration, parse_size
 
 log = logging.getLogger("llmcache.kv")
 
-CUT, PART, WHOLE = "kv", "part", "state"
-"""Kinds of blocks; also the suffixes of their files."""
+CUT, PART, WHOLE = "kv", "part", "state"  # kinds of blocks; also the suffixes of their files
 VERSION = 1
 _MAGIC = b"llmcKVB1"
 _HEAD = struct.Struct("<8sIII")  # magic, version, bytes of the JSON behind it, their CRC
@@ -64,10 +65,8 @@ _USES = struct.Struct("<QQQ")  # restores, tokens, bytes
 _MOST_USES = (1 << 64) - 1
 _READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not block
 _MOST_DESCRIBED = 1 << 20
-_MOST_HEAD = 1 << 16
-"""Largest header in bytes: room for 256 tokens and the layout of the deepest model."""
-_MOST_WHOLE_HEAD = 1 << 26
-"""Largest header of a whole state in bytes; it may list all tokens of the state."""
+_MOST_HEAD = 1 << 16  # largest header in bytes: room for 256 tokens and the layout of the deepest model
+_MOST_WHOLE_HEAD = 1 << 26  # largest header of a whole state in bytes; it may list all tokens of the state
 _COPY_BYTES = 8 << 20
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _BLOCK = re.compile(rf"([0-9a-f]{{40}})-(0|[1-9][0-9]{{0,8}})\.({CUT}|{PART}|{WHOLE})")
@@ -75,13 +74,12 @@ _NEXT = re.compile(r"[0-9a-f]{40}-[0-9]{1,9}\.next")
 _TEMPORARY = re.compile(r"new-([0-9a-f]{16}\.tmp|[0-9]+-model\.json)")
 FLOOR_BYTES, FLOOR_SHARE = 10**9, 0.05
 """Free space to leave by default: the smaller of a size in bytes and a share of the file system."""
-_SPARE = 0.95
-"""Eviction frees space down to this share of the limit, so that not every write has to list all blocks."""
+_SPARE = 0.95  # eviction frees space down to this share of the limit, so that not every write has to list all blocks
 
 
 @dataclass(frozen=True)
 class BlockKey:
-    """Identifies a block: the model's fingerprint, the block's name, its index from 0, and its kind."""
+    """Identifies a block by the model's fingerprint, the block's name, its index from 0, and its kind."""
 
     model: str
     name: str
@@ -108,7 +106,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored block: its size, and the time of its last use (ns since 1970)."""
+    """A stored block, and the time of its last use (ns since 1970)."""
 
     key: BlockKey
     size_bytes: int
@@ -125,7 +123,7 @@ class Uses(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Summary of one model in a store: its blocks, their size and ages, and the totals of its restores."""
+    """Summary of one model in a store."""
 
     fingerprint: str
     file: str  # name of the model's file; empty if `model.json` is missing
@@ -142,7 +140,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Totals of a prune: the removed and the remaining blocks."""
+    """The removed and the remaining blocks."""
 
     removed_blocks: int
     removed_bytes: int
@@ -155,7 +153,7 @@ class BlockStore:
 
     The store keeps at most `limit_bytes`, evicts blocks that were not used for `ttl_ns` (0: no expiry; checked when the
     store is opened, written or restored from), and leaves `floor_bytes` of the file system free (None: FLOOR_BYTES or
-    FLOOR_SHARE). With `limit_bytes` None, an existing store is opened for listing and pruning.
+    FLOOR_SHARE). `limit_bytes` None opens an existing store for listing and pruning.
 
     UsageError: not a directory, or without `limit_bytes` not a store; MissingRequirement: it is not writable.
     """
@@ -197,7 +195,7 @@ class BlockStore:
     # Reading
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Return whether the block is stored and not expired; reading it can still fail if it is evicted or damaged."""
+        """Return whether the block is stored and not expired; it may be damaged, or evicted before it is read."""
         try:
             with self._opened(key.model) as directory:
                 status = os.stat(key.base, dir_fd=directory, follow_symlinks=False)
@@ -206,7 +204,6 @@ class BlockStore:
         return stat.S_ISREG(status.st_mode) and not self._is_old(status.st_mtime_ns)
 
     def ahead(self, keys: Iterable[BlockKey]) -> None:
-        """Start kernel readahead of the stored blocks among `keys`."""
         for key in keys:
             with contextlib.suppress(OSError), self._opened(key.model) as directory:
                 fd = os.open(key.base, _READING | os.O_CLOEXEC, dir_fd=directory)
@@ -216,7 +213,6 @@ class BlockStore:
                     os.close(fd)
 
     def newest(self, model: str, links: Iterable[str], index: int) -> BlockKey | None:
-        """Return the block `index` that the first usable one of `links` points to."""
         for link in links:
             with contextlib.suppress(OSError), self._opened(model) as directory:
                 key = key_of(model, os.readlink(f"{link}-{index}.next", dir_fd=directory))
@@ -225,10 +221,10 @@ class BlockStore:
         return None
 
     def read(self, key: BlockKey, payload: bool = True, copy_to: int | None = None) -> Block | None:
-        """Return the block stored as `key`; None if it is missing or damaged. A damaged block is removed.
+        """Return the block stored as `key`; None if it is missing, or damaged and removed.
 
-        With `payload` False, only the header is read. With `copy_to`, an empty file open for writing, the payload is
-        copied to it instead of being returned. OSError: `copy_to` cannot be written.
+        With `payload` False, only the header is read. With `copy_to`, an empty file open for writing, the payload is copied
+        to it instead of being returned. OSError: `copy_to` cannot be written.
         """
         path = self.directory / key.file
         try:
@@ -258,7 +254,7 @@ class BlockStore:
     def used(self, keys: list[BlockKey], tokens: int = 0, size_bytes: int = 0) -> int:
         """Set the time of last use of `keys`, the blocks of one prompt, to now, and return it. OSError.
 
-        `tokens` and `size_bytes` are added to the totals of restores; 0 tokens: nothing was restored.
+        `tokens` and `size_bytes` are added to the totals of restores, unless `tokens` is 0.
         """
         with self._account() as account:
             stamp = account.stamp()
@@ -281,7 +277,7 @@ class BlockStore:
     # Writing
 
     def describe(self, model: str, described: dict[str, Any]) -> None:
-        """Write `described`, the input of the fingerprint `model`, to `model.json`, unless that exists. OSError."""
+        """Write `described`, the input of the fingerprint, to `model.json`, unless that exists. OSError."""
         if not (self.directory / model / "model.json").exists():
             # Under the lock, so that a sweep, or `_forget` of a model without blocks, sees no unfinished file.
             with (
@@ -294,9 +290,8 @@ class BlockStore:
     def write(self, key: BlockKey, block: Block, links: Iterable[str] = (), used_ns: int | None = None) -> int:
         """Store `block` as `key`, point `links` to it, and return the size of its file.
 
-        `used_ns` is the time that `used` returned for the prompt; with it, the first blocks of a prompt that is too
-        large are not evicted for the last ones. None: a new time of use. MissingRequirement: no space, or writing
-        failed.
+        With `used_ns`, the result of `used` for the prompt, the first blocks of a prompt that is too large are not evicted
+        for the last ones. MissingRequirement: no space, or writing failed.
         """
         return self._publish(key, pack(key, block), links, block, used_ns)
 
@@ -319,7 +314,6 @@ class BlockStore:
         used_ns: int | None,
         behind: tuple[int, int] | None = None,
     ) -> int:
-        """Store `parts`, followed by the contents of the open file `behind` (descriptor, size)."""
         size = sum(len(part) for part in parts) + (behind[1] if behind else 0)
         more = _pieces(behind[0], 0, behind[1], key.file) if behind else ()
         if size > self.limit_bytes:
@@ -387,10 +381,10 @@ class BlockStore:
                 os.unlink(key.base, dir_fd=directory)
 
     def prune(self, keep_bytes: int | None = None, unused_ns: int | None = None, model: str | None = None) -> list[Entry]:
-        """Remove the blocks of `model` (None: of all models), and return the totals. OSError.
+        """Remove blocks of `model` (None: of all models), and return them. OSError.
 
-        With `unused_ns`, blocks unused for longer than that are removed; with `keep_bytes`, also the least recently
-        used ones until at most that many bytes remain; without both, all.
+        With `unused_ns`, blocks unused for longer are removed; with `keep_bytes`, the least recently used ones above it;
+        without both, all.
         """
         if keep_bytes is None:
             keep_bytes = -1 if unused_ns is None else _NO_LIMIT  # -1: also remove empty files
@@ -421,7 +415,6 @@ class BlockStore:
             return sorted(i.name for i in listing if _MODEL.fullmatch(i.name) and i.is_dir(follow_symlinks=False))
 
     def description(self, model: str) -> dict[str, Any]:
-        """Return the contents of `model.json`; empty if it is missing or damaged."""
         try:
             described = json.loads(self._small_file(model, "model.json"))
         except (OSError, ValueError, RecursionError):
@@ -438,7 +431,6 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _opened(self, model: str, make: bool = False) -> Iterator[int]:
-        """Yield a descriptor of the directory of `model`. OSError: it does not exist, or is a symbolic link."""
         if make:
             (self.directory / model).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(self.directory / model, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -487,11 +479,9 @@ class BlockStore:
         return min(self.limit_bytes, stored - self.lacking(0))
 
     def _aged(self) -> list[Entry]:
-        """Return all blocks, least recently used first; of the blocks of one use, the last first."""
         return sorted(self.entries(), key=lambda entry: (entry.used_ns, -entry.key.index))
 
     def _evict(self, account: _Account, size: int, least: int = 0) -> None:
-        """Evict expired blocks, then the least recently used ones until `size` more fit and `least` bytes are freed."""
         self._looked_ns = self._clock()
         entries = self._aged()
         account.newest_ns = max((entry.used_ns for entry in entries), default=0)
@@ -502,7 +492,6 @@ class BlockStore:
         account.used_bytes = used - sum(entry.size_bytes for entry in gone)
 
     def _remove_oldest(self, entries: list[Entry], keep_bytes: int, unused_ns: int | None) -> list[Entry]:
-        """Remove `entries`, ordered as by `_aged`, and dangling links; return the removed ones."""
         now, left, gone = self._clock(), sum(entry.size_bytes for entry in entries), []
         for entry in entries:
             if left <= keep_bytes and (unused_ns is None or now - entry.used_ns <= unused_ns):
@@ -566,8 +555,6 @@ _NO_LIMIT = 1 << 63
 
 @dataclass
 class _Account:
-    """The contents of the lock file: used bytes, and the newest time of use."""
-
     clock: Callable[[], int]
     used_bytes: int
     newest_ns: int
@@ -620,8 +607,7 @@ def chosen(models: list[StoredModel], name: str) -> StoredModel:
 def pruned(directory: str | Path, unused: str | None, keep: str | None, model: str | None) -> Pruned:
     """Remove blocks below `directory`: unused for longer than `unused`, and the least recently used above `keep` bytes.
 
-    `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid
-    one.
+    `model` restricts both to one model, and alone removes all of its blocks. UsageError: no condition, or an invalid one.
     """
     if unused is None and keep is None and model is None:
         raise UsageError(
@@ -636,14 +622,19 @@ def pruned(directory: str | Path, unused: str | None, keep: str | None, model: s
     return Pruned(len(gone), sum(entry.size_bytes for entry in gone), len(left), sum(entry.size_bytes for entry in left))
 
 
+def block_name(parent: str, ids: NDArray[Any]) -> str:
+    """Return the name of the block with the tokens `ids` that follows the block `parent`."""
+    return hashlib.blake2b(bytes.fromhex(parent) + ids.astype("<i4").tobytes(), digest_size=20).hexdigest()
+
+
 def key_of(model: str, name: str) -> BlockKey | None:
-    """Return the key of the block in the file `name`; None if that is not the name of a block."""
+    """Return the key of the block in the file `name`; None if it is another file."""
     match = _BLOCK.fullmatch(name)
     return BlockKey(model, match[1], int(match[2]), match[3]) if match else None
 
 
 def pack(key: BlockKey, block: Block) -> list[Bytes | bytes]:
-    """Return the header and the payload of `block`, as its file or message contains them."""
+    """Return the header and the payload of `block`."""
     head = _packed_head(key, len(block.payload), _checksum(block.payload), block.tokens, block.layout)
     return [head, block.payload]
 
@@ -688,7 +679,6 @@ def _pieces(fd: int, start: int, end: int, where: object) -> Iterator[Bytes]:
 
 
 def _copied(raw: RawFile, start: int, end: int, crc: int, copy_to: int) -> None:
-    """Append the bytes from `start` to `end` to the file `copy_to`; DataError if the checksum is wrong."""
     sum_ = RunningChecksum()
     for piece in _pieces(raw.fd, start, end, raw.path):
         sum_.add(piece)
@@ -731,7 +721,6 @@ def _filled(block: Block, payload: Bytes, crc: int, where: object) -> Block:
 
 
 def _checksum(payload: Bytes) -> int:
-    """Return the checksum that spill files use for pages; `payload` is padded with zeros to a multiple of 8 bytes."""
     if rest := -len(payload) % 8:
         payload = np.concatenate([payload, np.zeros(rest, np.uint8)])
     return int(checksums(payload[None])[0, 0])

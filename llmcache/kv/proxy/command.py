@@ -7,8 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,33 +21,21 @@ from llmcache.run.child import Child, resolve
 from llmcache.units import format_size
 
 LOOPBACK = "127.0.0.1"
-SPOOL = "slots"
-"""Subdirectory of the store for the slot files of a server that this command started."""
+SPOOL = "slots"  # subdirectory of the store for the slot files of a server that this command started
 _IDLE_SLOTS = "LLAMA_ARG_CACHE_IDLE_SLOTS"
-_END_S = 10.0
-"""Time to store waiting slots after the server has ended."""
+_END_S = 10.0  # time to store waiting slots after the server has ended
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a store, as in `BlockStore`."""
-
-    limit_bytes: int
-    ttl_ns: int
-    floor_bytes: int | None
-
-    def store(self, directory: str) -> BlockStore:
-        """Open the store in a directory. UsageError; MissingRequirement."""
-        return BlockStore(directory, self.limit_bytes, self.ttl_ns, self.floor_bytes)
+OpenStore = Callable[[], BlockStore]  # called once the options are known to be valid
 
 
-def start(directory: str, limits: Limits, words: Sequence[str], listen: str | None) -> int:
+def start(open_store: OpenStore, words: Sequence[str], listen: str | None) -> int:
     """Start a llama-server behind the proxy, and return its exit code. UsageError; MissingRequirement; NotRunnable."""
     options = Options(words[1:], os.environ)
     addresses = [address_of(listen)] if listen else options.addresses
     if options.unsupported:
         raise UsageError(f"{options.unsupported}: not supported by the proxy", "start it for one model, without TLS")
-    program, store = resolve(words[0], os.environ.get("PATH")), limits.store(directory)
+    program, store = resolve(words[0], os.environ.get("PATH")), open_store()
     spool = store.directory / SPOOL
     with _explained(spool):
         spool.mkdir(mode=0o700, exist_ok=True)
@@ -87,7 +74,7 @@ async def _ended(child: Child) -> None:
     child.wait()
 
 
-def attach(directory: str, limits: Limits, url: str, slots_dir: str, listen: str | None) -> int:
+def attach(open_store: OpenStore, url: str, slots_dir: str, listen: str | None) -> int:
     """Serve in front of a running llama-server until a signal arrives. UsageError; MissingRequirement."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     try:
@@ -106,7 +93,7 @@ def attach(directory: str, limits: Limits, url: str, slots_dir: str, listen: str
     saved = options.value("--slot-save-path", variable="LLAMA_ARG_SLOT_SAVE_PATH")
     if saved is None:
         raise UsageError("the server does not save slots", "start it with --slot-save-path DIR, and give DIR as --slots-dir")
-    store = limits.store(directory)
+    store = open_store()
     with _explained(Path(slots_dir)):
         spooled = Spool(Path(slots_dir))
     proxy = Proxy(behind, (parts.path or options.prefix).rstrip("/"), options.headers, store, spooled)
@@ -139,7 +126,7 @@ async def _serving(proxy: Proxy, addresses: Sequence[Address], options: Options)
         say(f"the server has a persistent prompt cache of its own ({own}): nothing is stored or restored here")
         watching = None
     else:
-        proxy.on_identified, proxy.on_refused = _report, _Refusals().report
+        proxy.on_identified, proxy.on_refused = _report, _refusals()
         watching = asyncio.ensure_future(proxy.watch())
     try:
         yield
@@ -159,17 +146,17 @@ def _report(served: Served) -> None:
     say(f"{info['file']} (build {info['build']}{kinds}): {format_size(size)} of prompts stored as {prompts.fingerprint[:8]}")
 
 
-class _Refusals:
-    def __init__(self) -> None:
-        self._reported: set[str] = set()
+def _refusals() -> Callable[[Exception], None]:
+    reported: set[str] = set()
 
-    def report(self, error: Exception) -> None:
-        text = str(error)
-        if text not in self._reported:
-            self._reported.add(text)
+    def report(error: Exception) -> None:
+        if (text := str(error)) not in reported:
+            reported.add(text)
             say(f"nothing is stored or restored: {text}")
             if hint := getattr(error, "hint", None):
                 say(f"hint: {hint}")
+
+    return report
 
 
 def _summarize(proxy: Proxy) -> None:

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-MOST_HEAD = 256 << 10
-"""Largest size in bytes of a request line with its headers."""
+MOST_HEAD = 256 << 10  # largest size in bytes of a request line with its headers
 PART_BYTES = 64 << 10
 _END = b"\r\n\r\n"
 # Hop-by-hop headers, and `Expect`, which the proxy answers. The headers that frame a body are forwarded.
@@ -78,7 +77,7 @@ class Head:
 
 @dataclass
 class Request:
-    """A request: its head, and the beginning of the body; `rest` yields the remaining parts."""
+    """A request; `parts` yields the rest of the body after `body`."""
 
     head: Head
     method: str
@@ -101,7 +100,7 @@ class Request:
         return "close" not in connection and (self.version == "HTTP/1.1" or "keep-alive" in connection)
 
     async def read_body(self, most_bytes: int) -> None:
-        """Read up to about `most_bytes` into `body`; `is_whole` is then set if that was all. BadRequest; OSError."""
+        """Read up to about `most_bytes` into `body`. BadRequest; OSError."""
         parts, size = [self.body], len(self.body)
         async for part in self.rest():
             parts.append(part)
@@ -111,7 +110,6 @@ class Request:
         self.body = b"".join(parts)
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """Yield the rest of the body, after `body`. BadRequest; OSError."""
         while self.parts is not None:
             part = await anext(self.parts, None)
             if part is None:
@@ -175,7 +173,7 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 class Answer:
-    """An answer of the upstream server. The body is read until the connection ends, with its chunk framing."""
+    """An answer of the upstream server, read until the connection ends, with its chunk framing."""
 
     def __init__(self, head: Head, reader: asyncio.StreamReader, method: str) -> None:
         self.head, self._reader = head, reader
@@ -185,7 +183,6 @@ class Answer:
         self.read_bytes, self.tail = 0, b""
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body, with its framing. OSError."""
         while part := await self._reader.read(PART_BYTES):
             self.read_bytes += len(part)
             self.tail = (self.tail + part)[-PART_BYTES:]
@@ -262,13 +259,11 @@ class Address:
     async def call(
         self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Return status and JSON of the answer to a request with a JSON body. OSError; ValueError."""
         async with self.sent(self.request(method, target, body, headers)) as answer:
             return answer.head.status, await answer.json()
 
 
 async def _answer_head(reader: asyncio.StreamReader) -> Head:
-    """Return the head of the server's answer, skipping those of status 1xx. OSError, also if the answer is invalid."""
     try:
         head = await read_head(reader)
         while head is not None and 100 <= head.status < 200:
@@ -281,7 +276,6 @@ async def _answer_head(reader: asyncio.StreamReader) -> Head:
 
 
 def _request_head(request: Request, is_chunked: bool) -> Head:
-    """Return the head to forward; a body that was read is framed by Content-Length instead of chunks."""
     if is_chunked or (not request.is_whole and not request.body):
         return request.head
     framing = (b"transfer-encoding", b"content-length")

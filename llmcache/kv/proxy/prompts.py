@@ -1,5 +1,4 @@
-"""StoredPrompts: the slot files of a llama-server, each stored as a whole state in a BlockStore and named by its
-tokens.
+"""The slot files of a llama-server, each stored as a whole state in a BlockStore and named by its tokens.
 
 A slot file has no checksum, and another request may have used the slot before it was saved, so the tokens are read from
 the file. Two formats of the token list are supported: the plain list, and since version 4 of llama.cpp's sequence files
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import mmap
 import os
@@ -28,8 +26,9 @@ import numpy as np
 
 from llmcache import files
 from llmcache.errors import DataError
-from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore, key_of
-from llmcache.kv.proxy.slots import Tokens, common
+from llmcache.kv.prefix import common_length
+from llmcache.kv.prefix.store import WHOLE, BlockKey, BlockStore, block_name, key_of
+from llmcache.kv.proxy.slots import Tokens
 from llmcache.kv.spill.checksum import RunningChecksum
 
 log = logging.getLogger("llmcache.kv")
@@ -45,7 +44,7 @@ _MODEL_HEAD_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Found:
-    """A stored prompt: its block, its tokens, and the length of the prefix in common with a request."""
+    """A stored prompt; `common`: length of its common prefix with a request."""
 
     key: BlockKey
     tokens: Tokens
@@ -67,17 +66,13 @@ def tokens_of(path: Path) -> Tokens:
 
 
 def uses_states(model: str) -> bool:
-    """Return whether the GGUF model has sliding windows or recurrent layers, whose states can be used only to their
-    end.
-    """
+    """Return whether the GGUF model has sliding windows or recurrent layers: its states are usable only to their end."""
     with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
         return any(data.find(word, 0, _MODEL_HEAD_BYTES) >= 0 for word in _STATES_ONLY)
 
 
 class StoredPrompts:
-    """The prompts in `store` of the server with `fingerprint`. Thread-safe; `states_only` is the result of
-    `uses_states`.
-    """
+    """The prompts in `store` of the server with `fingerprint`. Thread-safe; `states_only`: see `uses_states`."""
 
     def __init__(self, store: BlockStore, fingerprint: str, described: dict[str, Any], states_only: bool) -> None:
         self.store, self.fingerprint, self.states_only = store, fingerprint, states_only
@@ -89,8 +84,7 @@ class StoredPrompts:
         sum_.result()
 
     def longest(self, tokens: Tokens) -> Found | None:
-        """Return the stored prompt with the most tokens usable for `tokens`."""
-        found = [Found(key, stored, common(stored, tokens)) for key, stored in self._known()]
+        found = [Found(key, stored, common_length(stored, tokens)) for key, stored in self._known()]
         return max(found, key=self.usable, default=None)
 
     def usable(self, found: Found) -> int:
@@ -119,11 +113,7 @@ class StoredPrompts:
             return known
 
     def export(self, found: Found, path: Path) -> int:
-        """Write the state of a stored prompt to the new file `path`, and return its size; 0 if it is missing or
-        damaged.
-
-        A damaged state is removed from the store. OSError.
-        """
+        """Write the state of a stored prompt to the new file `path`; return its size, 0 if it was missing or damaged."""
         fd = files.create(path)
         try:
             directory = os.stat(path.parent)
@@ -133,7 +123,7 @@ class StoredPrompts:
             size = os.fstat(fd).st_size
         finally:
             os.close(fd)
-        if block is None or common(np.array(block.tokens, np.int32), found.tokens) != len(found.tokens):
+        if block is None or common_length(np.array(block.tokens, np.int32), found.tokens) != len(found.tokens):
             return 0
         return size
 
@@ -145,11 +135,8 @@ class StoredPrompts:
         self.store.drop([found.key])
 
     def keep(self, path: Path, tokens: Tokens, token_s: float) -> int:
-        """Store the slot file at `path`, and return its size; 0 if it is stored already. LlmcacheError; OSError.
-
-        `token_s` is the time in seconds to evaluate a token.
-        """
-        key = BlockKey(self.fingerprint, _name(self.fingerprint, tokens), len(tokens) - 1, WHOLE)
+        """Store the slot file at `path`, and return its size; 0 if it is stored already. LlmcacheError; OSError."""
+        key = BlockKey(self.fingerprint, block_name(self.fingerprint, tokens), len(tokens) - 1, WHOLE)
         if key in self.store:
             self.store.used([key])
             return 0
@@ -157,7 +144,7 @@ class StoredPrompts:
         written = self.store.write_file(key, tuple(tokens.tolist()), path)
         if not self.states_only:
             known = [(other, stored) for other, stored in self._known() if len(stored) < len(tokens)]
-            self.store.drop(other for other, stored in known if common(stored, tokens) == len(stored))
+            self.store.drop(other for other, stored in known if common_length(stored, tokens) == len(stored))
         return written
 
 
@@ -173,18 +160,13 @@ def room(store: BlockStore, size_bytes: int) -> str:
     return "" if size_bytes < status.f_bavail * status.f_frsize else "the file system is full"
 
 
-def _name(fingerprint: str, tokens: Tokens) -> str:
-    return hashlib.blake2b(bytes.fromhex(fingerprint) + tokens.astype("<i4").tobytes(), digest_size=20).hexdigest()
-
-
 class Spool:
     """The server's directory for slot files. Names are unique to a process; files of ended processes are removed.
 
-    A process that runs holds the lock on its own lock file.
+    A process that runs holds the lock on its own lock file. OSError.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Remove the files of ended processes, and create the lock file. OSError."""
         self.directory, self._made = directory, 0
         for lock in directory.glob("llmcache-*.lock"):
             with contextlib.suppress(OSError):
@@ -206,7 +188,6 @@ class Spool:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[Path]:
-        """Yield the path of a new slot file, which is removed afterwards."""
         self._made += 1
         path = self.directory / f"{self._name}-{self._made}.slot"
         try:
@@ -217,9 +198,6 @@ class Spool:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._sweep_own()
-
-    def _sweep_own(self) -> None:
-        for left in self.directory.glob(f"{self._name}*"):
-            left.unlink()
-        os.close(self._lock)
+            for left in self.directory.glob(f"{self._name}*"):
+                left.unlink()
+            os.close(self._lock)

@@ -43,20 +43,13 @@ from llmcache.kv.proxy.slots import LEAST_GAIN, Slot, SlotTable, Tokens
 
 log = logging.getLogger("llmcache.kv")
 
-LEAST_TOKENS = 256
-"""Least number of tokens of a prompt that is stored or restored."""
-LEAST_NEW = 128
-"""A prompt with fewer tokens left is evaluated only by its own request, and not used to measure the speed."""
-NEW_SHARE = 16
-"""A slot is saved again if 1/16 of its tokens, and at least LEAST_GAIN, are not stored."""
-EARLY_COST = 0.1
-"""A prompt is saved before its answer if that takes at most this share of the time of its evaluation."""
-MOST_UNDERSTOOD = 64 << 20
-"""Largest body in bytes that the proxy parses."""
-MOST_WAITING = 4
-"""Largest number of slot files in the spool that wait to be stored."""
-MOST_FAILURES = 3
-"""Number of consecutive refused saves after which the proxy no longer saves slots."""
+LEAST_TOKENS = 256  # least number of tokens of a prompt that is stored or restored
+LEAST_NEW = 128  # a prompt with fewer tokens left is evaluated only by its own request, and not used to measure the speed
+NEW_SHARE = 16  # a slot is saved again if 1/16 of its tokens, and at least LEAST_GAIN, are not stored
+EARLY_COST = 0.1  # a prompt is saved before its answer if that takes at most this share of the time of its evaluation
+MOST_UNDERSTOOD = 64 << 20  # largest body in bytes that the proxy parses
+MOST_WAITING = 4  # largest number of slot files in the spool that wait to be stored
+MOST_FAILURES = 3  # number of consecutive refused saves after which the proxy no longer saves slots
 METRICS = "/llmcache/metrics"
 _POLL_S = 0.1
 _NATIVE, _CHAT = ("/completion", "/completions", "/v1/completions"), ("/chat/completions", "/v1/chat/completions")
@@ -86,7 +79,7 @@ class Counters:
 
 @dataclass
 class Served:
-    """An identified server: its process, identity, slots and stored prompts."""
+    """An identified server."""
 
     process: Process
     identity: Identity
@@ -106,7 +99,7 @@ class Served:
 
 
 class NotUnderstood(Exception):
-    """A completion is forwarded without a look-up; the message is the reason."""
+    """The reason why a completion is forwarded without a look-up."""
 
 
 class Proxy:
@@ -128,7 +121,6 @@ class Proxy:
     # Connections of clients
 
     async def listen(self, address: Address) -> asyncio.Server:
-        """Serve clients at `address`. OSError."""
         loop = asyncio.get_running_loop()
 
         def protocol() -> _Client:
@@ -152,7 +144,6 @@ class Proxy:
             writer.close()
 
     async def _answered(self, request: Request, client: _Client, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request unless the client disconnects; return whether the connection stays open."""
         answer, gone = asyncio.ensure_future(self._answer(request, writer)), asyncio.ensure_future(client.gone.wait())
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +174,6 @@ class Proxy:
         return keeps
 
     async def _pass(self, request: Request, writer: asyncio.StreamWriter, seen: list[Answer] | None = None) -> bool:
-        """Forward the answer to the client; return whether the client's connection stays open."""
         head_sent = False
         try:
             async with self.address.sent(request) as answer:
@@ -233,7 +223,6 @@ class Proxy:
             self._run(self._finish(turn))
 
     async def _turn(self, served: Served, prompt: str | Tokens, headers: dict[str, str]) -> _Turn:
-        """Lease a slot for a prompt, and select the stored prompt to restore, if any. NotUnderstood."""
         text = prompt if isinstance(prompt, str) else ""
         await self._check_slots(served, headers)
         if text and (slot := served.slots.lease_continued(text)):
@@ -293,7 +282,6 @@ class Proxy:
         return answer
 
     async def _found(self, served: Served, tokens: Tokens) -> Found | None:
-        """Return the stored prompt with the most usable tokens; None if it would save less than LEAST_GAIN."""
         if not len(tokens):
             return None
         self.counters.lookups += 1
@@ -301,7 +289,6 @@ class Proxy:
         return found if found and served.prompts.usable(found) >= LEAST_GAIN else None
 
     async def _restore(self, turn: _Turn, found: Found) -> int:
-        """Return how many tokens of the request the restored prompt provides, 0 on failure."""
         started, served = time.perf_counter(), turn.served
         with self.spool.file() as path:
             try:
@@ -349,7 +336,6 @@ class Proxy:
         return False
 
     async def _evaluate(self, turn: _Turn) -> None:
-        """If many tokens are left, evaluate all but the last one, and save the slot before the answer."""
         first = turn.tokens[:-1]
         if len(first) - max(turn.restored, turn.held) < LEAST_NEW:
             return
@@ -412,7 +398,6 @@ class Proxy:
     # Saving
 
     async def _save(self, turn: _Turn) -> bool:
-        """Let the server save the slot, and store the file in the background."""
         served = turn.served
         if served.failed_saves >= MOST_FAILURES:  # for example, with a projector for images
             return False
@@ -485,7 +470,6 @@ class Proxy:
     # The server
 
     async def watch(self) -> None:
-        """Identify the server after each start or change, until cancelled."""
         while True:
             self._changed.clear()
             try:
@@ -537,7 +521,6 @@ class Proxy:
             log.error("a slot is not saved", exc_info=error)
 
     async def close(self, timeout_s: float = 60.0) -> None:
-        """Wait up to `timeout_s` until waiting slot files are stored."""
         self._ended.set()
         while self._tasks:
             _, left = await asyncio.wait(set(self._tasks), timeout=timeout_s)
@@ -573,8 +556,6 @@ class Proxy:
 
 @dataclass
 class _Turn:
-    """A completion: its server, slot and tokens, and the prompt restored for it."""
-
     served: Served
     slot: Slot
     tokens: Tokens
@@ -621,7 +602,6 @@ def _body(request: Request) -> dict[str, Any]:
 
 
 def _check(body: dict[str, Any], is_chat: bool, caches_prompts: bool) -> None:
-    """Raise NotUnderstood if a completion depends on more than the tokens of one prompt, or names its slot."""
     if any(body.get(name, 1) not in (1, None) for name in ("n", "n_cmpl")):
         raise NotUnderstood("the request has n > 1")
     if body.get("lora"):

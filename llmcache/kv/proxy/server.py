@@ -2,10 +2,10 @@
 
 A saved slot is valid for a server with the same fingerprint, which covers:
 
-- the digests of all bytes of the model and of every other file that the command line names, independent of their paths
+- the digests of the model and of every other file that the command line names, independent of their paths
 - the number of the build, and the digests of the program and its libraries
-- all words of the command line and all variables of llama.cpp, except those known not to change keys and values. An unknown
-  setting, or another order or spelling of options, leads to another fingerprint, never to wrong prompts.
+- all words of the command line and all variables of llama.cpp, except those known not to change keys and values. An
+  unknown setting, or another order or spelling of options, leads to another fingerprint, never to wrong prompts.
 
 /props lacks most of this, so it is read from /proc for the process that listens at the server's port.
 """
@@ -31,8 +31,7 @@ from llmcache.kv.proxy.http import Address
 from llmcache.model.tensors import shard_names
 from llmcache.procfs import mappings
 
-FORMAT = 1
-"""Version of fingerprints: increase it if their input changes."""
+FORMAT = 1  # version of fingerprints: increase it if their input changes
 DEFAULT_PORT = 8080
 _ADDRESS = {"--host": "HOST", "--port": "PORT"}
 # Options, without dashes, that keys and values do not depend on: those with a value, then those without. Secrets are
@@ -74,13 +73,11 @@ class Options:
     environment: Mapping[str, str]
 
     def value(self, *names: str, variable: str = "") -> str | None:
-        """Return the last value of an option, or the value of its variable."""
         places = [place for place, word in enumerate(self.words[:-1]) if word in names]
         return self.words[places[-1] + 1] if places else self.environment.get(variable) or None
 
     @property
     def addresses(self) -> list[Address]:
-        """Addresses at which the server would listen. UsageError."""
         hosts = self.value("--host", variable="LLAMA_ARG_HOST") or "127.0.0.1"
         port = self.value("--port", variable="LLAMA_ARG_PORT") or str(DEFAULT_PORT)
         if not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -95,7 +92,6 @@ class Options:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that requests need if the server has an API key. OSError."""
         key = self.value("--api-key", variable="LLAMA_API_KEY")
         if key is None and (file := self.value("--api-key-file", variable="LLAMA_ARG_API_KEY_FILE")):
             key = Path(file).read_text().split("\n")[0]
@@ -108,17 +104,14 @@ class Options:
 
     @property
     def own_cache(self) -> str | None:
-        """Option or variable that enables a persistent prompt cache of the server itself."""
         named = [*(word for word in self.words if word.startswith("--")), *self.environment]
         return next((name for name in named if _PERSISTENT.fullmatch(name.replace("-", "_").replace("__", "--", 1))), None)
 
     @property
     def unsupported(self) -> str | None:
-        """First option that the proxy does not support."""
         return next((word for word in self.words if word in _UNSUPPORTED), None)
 
     def behind(self, address: Address, spool: str) -> list[str]:
-        """Return the arguments for a server that listens at `address` and saves slots in `spool`."""
         words, kept = iter(self.words), []
         for word in words:
             if word in _ADDRESS or word == "--slot-save-path":
@@ -160,15 +153,13 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process still runs; a new process with the same PID does not count."""
         return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
 
     def path(self, name: str) -> str:
-        """Return the path of the file `name`, relative to the server's working directory."""
         return os.path.join(self.directory, name)
 
     def libraries(self) -> list[str]:
-        """Return the loaded libraries of llama.cpp, or the program without any. MissingRequirement: one was replaced."""
+        """Return the loaded libraries of llama.cpp, or else the program. MissingRequirement: one was replaced."""
         found = {mapped.path for mapped in mappings(self._process.pid) if _LIBRARY.fullmatch(os.path.basename(mapped.path))}
         found = {path for path in found if ".gguf" not in path and not path.endswith(".bin")}
         with contextlib.suppress(psutil.Error):
@@ -206,7 +197,7 @@ def process_at(address: Address) -> Process:
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a server: its fingerprint, the input of the fingerprint, and the path of the model."""
+    """The fingerprint of a server, the input of the fingerprint, and the path of the model."""
 
     fingerprint: str
     described: dict[str, Any]
@@ -216,8 +207,7 @@ class Identity:
 def identify(
     process: Process, props: dict[str, Any], adapters: Any, context_tokens: int, ended: threading.Event
 ) -> Identity:
-    """Return the identity of a server with these /props, /lora-adapters and tokens per slot; wait until files are
-    hashed.
+    """Return the identity of a server with these /props, /lora-adapters and tokens per slot, when its files are hashed.
 
     MissingRequirement: the server cannot be identified, or `ended` was set; OSError.
     """
@@ -249,7 +239,7 @@ def identify(
 
 
 def file_digest(path: str, ended: threading.Event) -> str:
-    """Return the digest of a file; waits until it is hashed, unless the digest is saved. MissingRequirement."""
+    """Return the digest of a file when it is hashed. MissingRequirement."""
     try:
         identity = FileIdentity(path)
         while (digest := identity.digest(0.2)) is None:

@@ -1,7 +1,7 @@
-"""SlotTable: the tokens in the slots of a llama-server, and the choice of a slot for each request. No I/O.
+"""The tokens in the slots of a llama-server, and the choice of a slot for each request. No I/O.
 
 The server does not report the tokens of a slot, so the table records those that the proxy restored, evaluated or saved.
-If clients bypass the proxy, it may be out of date. This costs time but never changes an answer, because the server
+If clients bypass the proxy, the table may be wrong. This costs time but never changes an answer, because the server
 compares the tokens of a request with its slot.
 """
 
@@ -15,22 +15,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.kv.prefix import common_length
+
 Tokens = NDArray[np.int32]
 NONE: Tokens = np.empty(0, np.int32)
 MOST_NEW_LETTERS, MOST_LETTERS = 1024, 8
 """A prompt continues that of a slot if it adds at most MOST_NEW_LETTERS, and MOST_LETTERS for each token of the answer."""
-PAUSE_S = 5.0
-"""After a pause of this length, the server may have unloaded its model (--sleep-idle-seconds)."""
-LEAST_GAIN = 64
-"""Least number of tokens that a restore has to add to those in a slot."""
+PAUSE_S = 5.0  # after a pause of this length, the server may have unloaded its model (--sleep-idle-seconds)
+LEAST_GAIN = 64  # least number of tokens that a restore has to add to those in a slot
 
 
 @dataclass
 class Slot:
-    """A slot of the server: its tokens, how many of them are stored, and the number of its last use.
-
-    `text` is its last prompt, if that was text; `answered` is the number of tokens in the answer to it.
-    """
+    """A slot of the server. `text` is its last prompt, if that was text; `answered`: tokens of the answer to it."""
 
     number: int
     tokens: Tokens = field(default_factory=lambda: NONE)
@@ -41,13 +38,13 @@ class Slot:
     is_busy: bool = False
 
     def record(self, tokens: Tokens, text: str = "") -> None:
-        self.stored = min(self.stored, common(self.tokens, tokens))
+        self.stored = min(self.stored, common_length(self.tokens, tokens))
         self.tokens, self.text = tokens, text
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A slot leased to a request, and how many tokens of its prompt the slot contains."""
+    """A slot leased to a request; `held`: tokens of the prompt that it contains."""
 
     slot: Slot
     held: int
@@ -62,7 +59,6 @@ class SlotTable:
         self._freed = asyncio.Condition()
 
     async def lease(self, tokens: Tokens, stored: int) -> Lease:
-        """Wait for an idle slot, and lease one to a prompt of `tokens`, of which `stored` can be restored."""
         async with self._freed:
             await self._freed.wait_for(lambda: any(not slot.is_busy for slot in self.slots))
             lease = choose([slot for slot in self.slots if not slot.is_busy], tokens, stored)
@@ -71,9 +67,7 @@ class SlotTable:
             return lease
 
     def lease_continued(self, text: str) -> Slot | None:
-        """Lease an idle slot with nearly all of the prompt `text`, which need not be tokenized then; None: there is
-        none.
-        """
+        """Lease an idle slot with nearly all of the prompt `text`, which then need not be tokenized, if there is one."""
         slot = max(
             (slot for slot in self.slots if not slot.is_busy and slot.text and text.startswith(slot.text)),
             key=lambda slot: len(slot.text),
@@ -107,13 +101,11 @@ class SlotTable:
         return any(slot.last_use < self._uses for slot in held) or (bool(held) and now_s > self._last_s + PAUSE_S)
 
     def forget_cleared(self, counts: dict[int, int]) -> None:
-        """Clear the records of idle slots that have fewer tokens in `counts`, the server's numbers by slot (default 0)."""
         for slot in self.slots:
             if not slot.is_busy and len(slot.tokens) > counts.get(slot.number, 0):
                 slot.record(NONE)
 
     def forget_idle(self) -> None:
-        """Clear the records of idle slots, after a request for which the server chooses the slot."""
         for slot in self.slots:
             if not slot.is_busy:
                 slot.record(NONE)
@@ -122,26 +114,16 @@ class SlotTable:
 def choose(idle: Sequence[Slot], tokens: Tokens, stored: int) -> Lease:
     """Return the `idle` slot with the longest prefix of the prompt, unless restoring `stored` tokens saves more.
 
-    For a restore, and for a prompt without a prefix in any slot, prefer an empty slot, then one whose tokens are
-    stored, then the least recently used one.
+    Else prefer an empty slot, then one whose tokens are stored, then the least recently used one.
     """
-    best = max(idle, key=lambda slot: (common(slot.tokens, tokens), slot.last_use))
-    held = common(best.tokens, tokens)
+    best = max(idle, key=lambda slot: (common_length(slot.tokens, tokens), slot.last_use))
+    held = common_length(best.tokens, tokens)
     if held and stored < held + LEAST_GAIN:
         return Lease(best, held)
 
     def loss(slot: Slot) -> tuple[bool, bool, int]:
-        is_lost = len(slot.tokens) - slot.stored >= LEAST_GAIN and common(slot.tokens, tokens) < len(slot.tokens)
+        is_lost = len(slot.tokens) - slot.stored >= LEAST_GAIN and common_length(slot.tokens, tokens) < len(slot.tokens)
         return bool(len(slot.tokens)), is_lost, slot.last_use
 
     victim = min(idle, key=loss)
-    return Lease(victim, common(victim.tokens, tokens))
-
-
-def common(first: Tokens, second: Tokens) -> int:
-    """Return the length of the common prefix of two token sequences."""
-    length = min(len(first), len(second))
-    if not length or first[0] != second[0]:
-        return 0
-    differ = np.flatnonzero(first[:length] != second[:length])
-    return int(differ[0]) if len(differ) else length
+    return Lease(victim, common_length(victim.tokens, tokens))

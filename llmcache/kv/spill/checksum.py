@@ -1,7 +1,7 @@
 """Checksums of parts of pages: CRC-32C, by the CPU's instruction if it has one, else by tables with the same result.
 
-The words of 8 bytes of a part are distributed over four parallel CRCs; a fifth combines them. This reaches 24 GB/s on a core
-(4 GB/s with tables); zlib's CRC-32 reaches 1.5 GB/s, which is slower than an SSD.
+The words of 8 bytes of a part are distributed over four parallel CRCs; a fifth combines them. This reaches 24 GB/s on a
+core (4 GB/s with tables); zlib's CRC-32 reaches 1.5 GB/s, which is slower than an SSD.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _START = 0xFFFFFFFF
 
 
 def has_instruction() -> bool:
-    """Return True if the CPU has an instruction for CRC-32C."""
+    """Return whether the CPU has an instruction for CRC-32C."""
     features = llvm.get_host_cpu_features()
     return bool(features.get("sse4.2", False) or (platform.machine() == "aarch64" and features.get("crc", False)))
 

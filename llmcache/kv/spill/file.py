@@ -51,7 +51,7 @@ Fill = Callable[[slice], tuple[Bytes, Bytes]]
 
 
 class SpillFile(SpillReader):
-    """A spill file open for writing, from `create` or `open`; a context manager.
+    """A spill file open for writing; a context manager.
 
     Appended pages survive the end of the process, and after `flush` a crash of the machine. After a restart, only pages that
     all layers and the tokens have are kept. If a failed sync has lost pages, the next call that changes the file raises
@@ -86,8 +86,7 @@ class SpillFile(SpillReader):
     ) -> SpillFile:
         """Create an empty file and open it. UsageError: the file exists, or its directory does not.
 
-        `extent_pages`: pages of a layer in an extent (0: 1024 tokens). `interleaved`: for readers of rows that never read
-        keys alone.
+        `extent_pages`: pages of a layer in an extent (0: 1024 tokens). `interleaved`: keys are never read alone.
         """
         path = Path(path)
         extent_pages = extent_pages or max(1, EXTENT_TOKENS // shape.page_tokens)
@@ -118,8 +117,8 @@ class SpillFile(SpillReader):
     def append(self, sequence: int, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> int:
         """Append pages of keys and values [kv_heads, tokens, dim] to a layer; return the bytes written.
 
-        The last page may be partial; `truncate` must remove it before the next append. MissingRequirement: the disk is full
-        or failed, and the file is unchanged.
+        The last page may be partial; `truncate` must remove it before the next append. MissingRequirement, without effect:
+        the disk is full or failed.
         """
         check_rows(self.shape, keys, values)
 
@@ -129,7 +128,6 @@ class SpillFile(SpillReader):
         return self._append(sequence, self._checked_layer(layer), keys.shape[1], fill)
 
     def append_tokens(self, sequence: int, ids: Int64s, positions: Int64s) -> int:
-        """Append the ids and positions of tokens; return the bytes written."""
         if ids.ndim != 1 or ids.shape != positions.shape or not len(ids):
             raise ValueError(
                 f"ids, positions: must have one axis of the same length, not shapes {ids.shape} and {positions.shape}"
@@ -326,7 +324,7 @@ class SpillFile(SpillReader):
             raise
 
     def _drop_cached(self, extent: int) -> None:
-        """Drop an extent from the page cache: after a failed write-back, ext4 must look up its unwritten blocks again."""
+        """After a failed write-back, ext4 must look up its unwritten blocks again."""
         self.raw.forget(self._layout.at(extent), self._layout.extent_bytes)
 
     def _write_table(self, chain: PageChain, ordinal: int) -> None:

@@ -33,19 +33,14 @@ from llmcache.errors import DataError
 from llmcache.units import BLOCK_BYTES
 
 MAGIC = b"LLMCKV\r\n"
-VERSION = 3
-"""Older files keep their format. Version 1: one part per page, entries of 64 bytes. Version 2: not interleaved."""
+VERSION = 3  # older files keep their format. Version 1: one part per page, entries of 64 bytes. Version 2: not interleaved.
 RECORD_BYTES = 64
-ENTRY_BYTES = (RECORD_BYTES, 128, 256, 512)
-"""Possible sizes of a page's entry."""
-MOST_PARTS = 60
-"""Parts of the keys, or of the values, of a page: the largest entry fits the checksums of both."""
-KEYS, VALUES = 0, 1
-"""Sides of a page, and of an extent."""
+ENTRY_BYTES = (RECORD_BYTES, 128, 256, 512)  # possible sizes of a page's entry
+MOST_PARTS = 60  # parts of the keys, or of the values, of a page: the largest entry fits the checksums of both
+KEYS, VALUES = 0, 1  # sides of a page, and of an extent
 COMMITS_AT = (4096, 6144)
 EXTENTS_AT = 8192
-EXTENT_TOKENS = 1024
-"""Default size of an extent of a layer: 2 MiB of keys for 8 heads of 128 fp16 numbers."""
+EXTENT_TOKENS = 1024  # default size of an extent of a layer: 2 MiB of keys for 8 heads of 128 fp16 numbers
 LARGEST_EXTENT = 1 << 40
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -64,7 +59,7 @@ def whole_blocks(size_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class KvShape:
-    """The identity of a spill file: a reader needs the same fields. `value_dim` 0 stands for `head_dim`."""
+    """The identity of a spill file. `value_dim` 0 stands for `head_dim`."""
 
     model: str
     layers: int
@@ -92,7 +87,6 @@ class KvShape:
 
     @property
     def slot_sizes(self) -> tuple[int, int]:
-        """Bytes of the keys and of the values of a page in the file, in whole blocks."""
         per_dim = self.kv_heads * self.page_tokens * self.numpy_dtype.itemsize
         return whole_blocks(per_dim * self.head_dim), whole_blocks(per_dim * self.value_dim)
 
@@ -102,11 +96,9 @@ class KvShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in one layer, without padding."""
         return self.kv_heads * (self.head_dim + self.value_dim) * self.numpy_dtype.itemsize
 
     def forms(self, *lead: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Return the shapes [*lead, dim] and types of keys and values."""
         return [((*lead, dim), self.numpy_dtype) for dim in (self.head_dim, self.value_dim)]
 
     def pages_of(self, tokens: int) -> int:
@@ -117,7 +109,7 @@ class KvShape:
 
 
 def aligned(size_bytes: int) -> Bytes:
-    """Return an uninitialized buffer of `size_bytes` that is aligned for O_DIRECT."""
+    """Return an uninitialized buffer that is aligned for O_DIRECT."""
     raw = np.empty(size_bytes + BLOCK_BYTES, np.uint8)
     skip = -raw.ctypes.data % BLOCK_BYTES
     return raw[skip : skip + size_bytes]
@@ -210,7 +202,7 @@ class ExtentPlan:
     """The layout of an extent with `slots` pages; `sizes` are the bytes of the keys and of the values of a page.
 
     `parts`: the number of equal parts of each side, which have one checksum each. `direct`: parts are whole blocks.
-    `interleaved`: each part of keys is followed by the part of values; both sides then have equally many parts.
+    `interleaved`: each part of keys is followed by the part of values.
     """
 
     slots: int
@@ -221,7 +213,6 @@ class ExtentPlan:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of a page's entry: its kind, five numbers, the page's checksums and its own."""
         return next(size for size in ENTRY_BYTES if 28 + 4 * sum(self.parts) <= size)
 
     @property
@@ -236,7 +227,6 @@ class ExtentPlan:
         return self.sizes[side] // self.parts[side]
 
     def step_bytes(self, side: int) -> int:
-        """Return the distance from a part to the next of the same side."""
         return (sum(self.sizes) if self.interleaved else self.sizes[side]) // self.parts[side]
 
     def slot_at(self, side: int, slot: int) -> int:
@@ -261,9 +251,9 @@ def parts_of(slot_bytes: int) -> int:
 
 
 class Layout:
-    """The layout of a file of `shape` with `extent_pages` pages of a layer in an extent.
+    """The layout of a file with `extent_pages` pages of a layer in an extent; `parts` of each side: None for `parts_of`.
 
-    `parts` of each side: None for `parts_of`. `interleaved` has no effect unless both sides have equally many parts.
+    `interleaved` has no effect unless both sides have equally many parts.
     """
 
     def __init__(
@@ -364,8 +354,7 @@ class PageChain:
     """Checksums of the parts of keys and of values, in the order of pages."""
     epochs: array[int] = field(default_factory=lambda: array("I"))
     last_tokens: int = 0
-    lost: int = 0
-    """Number of pages before a failed sync lost some; 0 if none were lost."""
+    lost: int = 0  # number of pages before a failed sync lost some; 0 if none were lost
 
     @property
     def pages(self) -> int:

@@ -1,7 +1,7 @@
-"""RawFile: complete reads and writes at offsets of a file, with errors that name the cause.
+"""Complete reads and writes at offsets of a file, with errors that name the cause.
 
-Pages bypass the page cache (O_DIRECT) if the file system supports it. Tables use the page cache, because their records are
-smaller than a block. Linux keeps both coherent.
+Pages bypass the page cache (O_DIRECT) if the file system supports it. Tables use the page cache, because their records
+are smaller than a block. Linux keeps both coherent.
 """
 
 from __future__ import annotations
@@ -26,20 +26,14 @@ from llmcache.kv.spill.layout import aligned
 from llmcache.units import BLOCK_BYTES
 
 HUGE_PAGE_BYTES = 1 << 21
-DEPTH = 256
-"""Maximum number of concurrent reads of a queue."""
+DEPTH = 256  # maximum number of concurrent reads of a queue
 AIO_NUMBERS = {"x86_64": (206, 209, 208), "aarch64": (0, 2, 4)}
 """System call numbers of io_setup, io_submit and io_getevents, for which glibc has no functions."""
-_PREADV = 7
-"""IOCB_CMD_PREADV."""
-_MOST_SEGMENTS = 1024
-"""IOV_MAX."""
-LARGEST_READ = 1 << 20
-"""Maximum bytes of a read: larger reads are no faster, and leave less work to share between threads."""
-_BLOCK_WORDS, _EVENT_WORDS = 8, 4
-"""Sizes of struct iocb and struct io_event (linux/aio_abi.h) in words of 8 bytes."""
-_MOST_FAILURES = 1000
-"""Failed waits for reads, for instance because of signals, before an error."""
+_PREADV = 7  # IOCB_CMD_PREADV
+_MOST_SEGMENTS = 1024  # IOV_MAX
+LARGEST_READ = 1 << 20  # maximum bytes of a read: larger reads are no faster, and leave less work to share between threads
+_BLOCK_WORDS, _EVENT_WORDS = 8, 4  # sizes of struct iocb and struct io_event (linux/aio_abi.h) in words of 8 bytes
+_MOST_FAILURES = 1000  # failed waits for reads, for instance because of signals, before an error
 _libc = ctypes.CDLL(None)  # its calls release the GIL
 _libc.syscall.argtypes, _libc.syscall.restype = [ctypes.c_long] * 6, ctypes.c_long
 _libc.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
@@ -73,7 +67,7 @@ def there_already(path: Path) -> UsageError:
 class RawFile:
     """An open file. `direct`: use O_DIRECT if possible (None), always (True, else MissingRequirement) or never (False).
 
-    `directory`: a descriptor of the file's directory; of `path`, only the last component is then opened.
+    `directory`: a descriptor of the file's directory, in which only the last component of `path` is opened.
     """
 
     def __init__(self, path: Path, flags: int, direct: bool | None = None, directory: int | None = None) -> None:
@@ -130,7 +124,6 @@ class RawFile:
             os.posix_fadvise(self.fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, buffer: Bytes, offset: int, direct: bool = False) -> None:
-        """Fill `buffer` from `offset` on; DataError if the file ends before."""
         fd, view, done = self._fd_for(direct), buffer.data, 0
         while done < len(view):
             with explained(self.path, f"reading at {offset + done}"):
@@ -163,7 +156,6 @@ class RawFile:
                 offset += size
 
     def read(self, size: int, offset: int) -> bytes:
-        """Return `size` bytes, or fewer at the end of the file."""
         parts, done = [], 0
         while done < size:
             with explained(self.path, f"reading at {offset + done}"):
@@ -194,7 +186,6 @@ class RawFile:
             os.ftruncate(self.fd, end)
 
     def rename(self, path: Path) -> None:
-        """Rename the file to `path`, durably; UsageError if that exists."""
         with explained(path, "naming"):
             try:
                 files.rename(self.path, path, replace=False)
@@ -285,13 +276,10 @@ def huge_memory(size_bytes: int) -> Bytes:
 
 
 class ReadQueue:
-    """Concurrent reads by Linux's asynchronous I/O into memory of the queue; obtained from `read_queue`.
+    """Concurrent reads by Linux's asynchronous I/O into memory of the queue; sequential ones where that is not permitted.
 
-    Reads are sequential if the kernel or the container does not permit asynchronous I/O.
-
-    The system calls are made through ctypes. *Measured* on a virtual disk (medians of 55 interleaved calls for 128, 512 and
-    1,024 rows): 2.2, 10.9 and 20.4 ms; with `preadv` on eight threads 3.2, 14.0 and 29.5 ms; with system calls in compiled
-    loops 2.1, 10.4 and 18.6 ms.
+    *Measured* on a virtual disk (medians of 55 interleaved calls for 128, 512 and 1,024 rows): 2.2, 10.9 and 20.4 ms; with
+    `preadv` on eight threads 3.2, 14.0 and 29.5 ms; with system calls in compiled loops 2.1, 10.4 and 18.6 ms.
     """
 
     def __init__(self) -> None:
@@ -304,13 +292,11 @@ class ReadQueue:
         self._memory = np.empty(0, np.uint8)
 
     def memory(self, size_bytes: int) -> Bytes:
-        """Return memory to read into, valid until the queue is released."""
         if self._memory.size < size_bytes:
             self._memory = huge_memory(size_bytes)
         return self._memory[:size_bytes]
 
     def read(self, fd: int, segments: Int64s, firsts: Int64s, starts: Int64s) -> Int64s:
-        """Perform the reads of `_joined`; return the numbers of those that are incomplete."""
         if not self._is_async:
             return np.arange(_read_all(fd, segments, firsts, starts), len(starts))
         sizes, whole = _sizes(segments, firsts), np.zeros(len(starts), np.bool_)
@@ -360,7 +346,6 @@ def read_queue() -> Iterator[ReadQueue]:
     free_queues.append(queue)
 
 
-free_queues: list[ReadQueue] = []
-"""Queues that are not in use."""
+free_queues: list[ReadQueue] = []  # queues that are not in use
 _abandoned: list[ReadQueue] = []
 os.register_at_fork(after_in_child=free_queues.clear)  # AIO contexts are not inherited

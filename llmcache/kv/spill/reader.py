@@ -54,26 +54,19 @@ TakeRows = Callable[[int, int, NDArray[Any]], None]
 
 The rows are valid until it returns. Several threads call it concurrently.
 """
-JOB_BYTES = 1 << 19
-"""Bytes that a thread reads before it verifies their checksums: few enough to be still in the CPU cache."""
+JOB_BYTES = 1 << 19  # bytes that a thread reads before it verifies their checksums: few enough to be still in the CPU cache
 TAKEN_BYTES = 1 << 21
 """Bytes that a thread reads before it passes them on: more than `JOB_BYTES`, because each job costs more."""
-SCATTERED_ROWS = 2048
-"""Rows whose parts are read together."""
+SCATTERED_ROWS = 2048  # rows whose parts are read together
 ATTEMPTS = 5
-LAST_EPOCH = (1 << 32) - 2
-"""Largest epoch of a commit: epochs have 32 bits, and new pages have the next one."""
-MOST_AHEAD = 1 << 31
-"""The largest valid epoch of a page, unless commits have larger ones: each failed commit uses up two."""
+LAST_EPOCH = (1 << 32) - 2  # largest epoch of a commit: epochs have 32 bits, and new pages have the next one
+MOST_AHEAD = 1 << 31  # the largest valid epoch of a page, unless commits have larger ones: each failed commit uses up two
 Self = TypeVar("Self", bound="SpillReader")
 _of_thread = threading.local()
 
 
 class Scan:
-    """The contents of a file as of `commit`: chains of valid pages, free extents, and table ranges to wipe before a write.
-
-    DataError: committed pages are missing.
-    """
+    """The contents of a file as of `commit`: chains of valid pages, free extents, and table ranges to wipe."""
 
     def __init__(self, raw: RawFile, layout: Layout, commit: Commit) -> None:
         self.commit = commit
@@ -218,8 +211,8 @@ class SpillReader:
     ) -> Self:
         """Open a file. Pages that not all layers have are dropped unless `keep_unfinished`, to resume an interrupted step.
 
-        `shape`: accept only a file of this model. `direct`: as `RawFile`. DataError: not a spill file, of another model, of
-        a newer version, or damaged. MissingRequirement: the file does not exist, or another process has it open for writing.
+        `shape`: accept only a file of this model. DataError: no spill file, of another model, too new, or damaged.
+        MissingRequirement: the file does not exist, or another process has it open for writing.
         """
         raw = RawFile(Path(path), cls._flags, direct)
         try:
@@ -259,7 +252,6 @@ class SpillReader:
 
     @property
     def interleaved(self) -> bool:
-        """True if keys cannot be read without the values of the same tokens."""
         return self._layout.of_layer.interleaved
 
     @property
@@ -267,14 +259,12 @@ class SpillReader:
         return sorted({key[0] for key, chain in self._chains.items() if chain.pages})
 
     def pages(self, sequence: int, layer: int | None = None) -> int:
-        """Return the number of pages: in one layer, or in all layers and the tokens."""
         if layer is None:
             return self._common_pages(self._chains_of(sequence))
         chain = self._chains.get((sequence, self._checked_layer(layer)))
         return chain.pages if chain else 0
 
     def length(self, sequence: int, layer: int | None = None) -> int:
-        """Return the number of tokens: in one layer, or in the pages that all layers have."""
         chain = self._chains.get((sequence, self.shape.layers if layer is None else self._checked_layer(layer)))
         if chain is None:
             return 0
@@ -283,7 +273,6 @@ class SpillReader:
         return pages * self.shape.page_tokens - partial
 
     def tokens(self, sequence: int) -> tuple[Int64s, Int64s]:
-        """Return the ids and positions of the tokens that all layers have."""
         count = self.length(sequence)
         if not count:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -296,19 +285,15 @@ class SpillReader:
     ) -> list[NDArray[Any]]:
         """Return keys and values [pages, kv_heads, page_tokens, dim] of `pages` of a layer, in the given order.
 
-        Checksums are verified; the rest of a partial page is zero. `room`: aligned memory for keys and for values, or None
-        for new memory; the result is valid until `room` is used again. `threads`: None for two per CPU. DataError: a page is
-        damaged, or the file ends before it. ValueError: a page does not exist, or `room` is too small.
+        The rest of a partial page is zero. `room`: aligned memory for keys and values, or None for new memory. `threads`:
+        None for two per CPU. DataError: a page is damaged, or the file ends before it. ValueError: a page does not exist.
         """
         chain, wanted = self._chain_with(sequence, layer, pages)
         slots = self._read_sides(chain, wanted, SIDES, room, threads or 2 * processors())
         return [view_slots(self.shape, slots[side], side) for side in SIDES]
 
     def read_through(self, sequence: int, layer: int, pages: Pages, take: TakeRows, threads: int | None = None) -> None:
-        """Like `read`, but pass the pages to `take` in batches, on the threads that read them.
-
-        After an error, some batches may have been passed, and no more follow.
-        """
+        """Like `read`, but pass the pages to `take` in batches, on the threads that read them, until an error."""
         chain, wanted = self._chain_with(sequence, layer, pages)
         # Four threads per CPU, because most of them wait for the disk while some take.
         threads = threads or 4 * processors()
@@ -360,10 +345,7 @@ class SpillReader:
     def read_slots(
         self, sequence: int, layer: int, pages: Pages, side: int, into: Bytes | None = None, threads: int | None = None
     ) -> Bytes:
-        """Return the slots [pages, slot bytes] of keys (`side` 0) or values (1), as they are on disk; errors as `read`.
-
-        `into`: aligned memory, or None for new memory. `threads`: None for one per CPU.
-        """
+        """Return the slots [pages, slot bytes] of keys (`side` 0) or values (1), as they are on disk; errors as `read`."""
         chain, wanted = self._chain_with(sequence, layer, pages)
         return self._read_sides(chain, wanted, [side], None if into is None else [into], threads)[0]
 
@@ -373,10 +355,7 @@ class SpillReader:
         return [chain.pages if chain else 0 for chain in chains]
 
     def key_ranges(self, sequence: int, layer: int, pages: Pages | None = None) -> list[tuple[range, int]]:
-        """Return runs of pages with adjacent keys in a layer, and the offset of each run in the file.
-
-        `pages`: None for all; ValueError if a page does not exist.
-        """
+        """Return runs of pages (None: all) with adjacent keys in a layer, and the offset of each run in the file."""
         chain, wanted = self._chain_with(sequence, layer, range(self.pages(sequence, layer)) if pages is None else pages)
         return [
             (range(run.first, run.first + run.pages), self._layout.at(run.extent) + chain.plan.slot_at(KEYS, run.slot))
@@ -512,8 +491,8 @@ def _shares(chain: PageChain, pages: list[int], least: int) -> Iterator[tuple[in
 def _scattered(pages, rows, row_bytes, geometry, slots, begins):  # type: ignore[no-untyped-def]
     """Return which parts to read for `rows` [n] of `pages` [n], and where the rows are in memory filled without gaps.
 
-    Returns the parts [m], numbered through all pages, ascending, keys first; the number of parts of keys; the offsets of the
-    rows of keys and values in memory [2, n]; the reads for `RawFile.read_runs` [m, 3], with addresses from 0 on; all bytes.
+    Returns the parts [m], ascending, keys first; the number of parts of keys; the offsets of the rows of keys and values in
+    memory [2, n]; the reads for `RawFile.read_runs` [m, 3], with addresses from 0 on; all bytes.
     """
     most = 0
     for side in range(2):

@@ -1,12 +1,10 @@
-"""Tasks in English, for models with a tokenizer: those of the recall model, more from RULER, and continuations of
-texts.
+"""Tasks in English, for models with a tokenizer: those of the recall model, more from RULER, and continuations of texts.
 
-Source: the words of passkey retrieval are from Mohtashami and Jaggi (2023); the needles, variable tracking, common and
-frequent words follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, uses needles. Differs
-from all: contexts have an exact number of tokens, and each answer is right or wrong word for word.
+Source: passkey retrieval is from Mohtashami and Jaggi (2023); the needles, variable tracking, common and frequent words
+follow RULER (Hsieh et al. 2024, section 3); icecache.txt, sections 5.2 and 5.5, uses needles. Differs from all:
+contexts have an exact number of tokens, and each answer is right or wrong word for word.
 
-Texts are files of installed Debian packages, so each names its source; with the same packages, the same seed gives the
-same texts.
+Texts are files of installed Debian packages; with the same packages, the same seed gives the same texts.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from llmcache.arrays import Int64s
 from llmcache.errors import MissingRequirement, UsageError
 from llmcache.kv.tasks.recall import BINS, DEPTHS, Probe
 
-Encode = Callable[[str], Sequence[int]]
-"""Text to tokens, without tokens for the beginning or end of the text."""
+Encode = Callable[[str], Sequence[int]]  # text to tokens, without tokens for the beginning or end of the text
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 INTRODUCTION = (
@@ -34,21 +31,15 @@ KINDS = [
     "amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "iris", "juniper",
     "kelp", "lotus", "maple", "north", "opal", "pearl", "quartz", "river", "slate", "tulip",
 ]  # fmt: skip
-RECALLED = 16
-"""Numbers in a context of the task recall, all of which are asked for; the task needle asks for one."""
-ASSIGNED = 5
-"""Variables with the requested value. Source: RULER, section 3.2: a chain of 4 hops."""
-OFTEN, SELDOM = 30, 3
-"""Frequency of the common word and of each of the others. Source: RULER, section 3.3."""
-ZIPF = 2.0
-"""The made-up word of rank k is k^-ZIPF as frequent as the first. Source: RULER, section 3.3."""
+RECALLED = 16  # numbers in a context; the task recall has a question about each, the task needle about one
+ASSIGNED = 5  # variables with the requested value. Source: RULER, section 3.2: a chain of 4 hops.
+OFTEN, SELDOM = 30, 3  # frequency of the common word and of each of the others. Source: RULER, section 3.3.
+ZIPF = 2.0  # the made-up word of rank k is k^-ZIPF as frequent as the first. Source: RULER, section 3.3.
 ALPHABET = list("abcdefghijklmnopqrstuvwxyz")
 ROOT = Path("/usr/share")
 PATTERNS = ("doc/*/README*", "doc/*/NEWS*", "doc/*/*.txt*", "doc/*/*.md*", "common-licenses/*", "man/man[1578]/*.gz")
-TOKEN_LETTERS = 8
-"""Letters that give at least one token, with very few exceptions."""
-FOLLOWING = 65
-"""Tokens that follow a text: the first is given, each other is predicted from those before it."""
+TOKEN_LETTERS = 8  # letters that give at least one token, with very few exceptions
+FOLLOWING = 65  # tokens that follow a text: the first is given, each other is predicted from those before it
 
 
 def texts(
@@ -88,7 +79,6 @@ class _Writer:
     first: Sequence[int]
 
     def numbers(self, single: bool) -> Probe:
-        """Return a context with numbers of different kinds, and questions about a `single` one or all."""
         kinds = self.rng.permutation(KINDS)[:RECALLED]
         numbers = [str(number) for number in self.rng.choice(np.arange(1000000, 10000000), RECALLED, replace=False)]
         depths = np.sort(self.rng.random(RECALLED))
@@ -101,7 +91,6 @@ class _Writer:
         return self.probe(needles, asked, int(BINS * depths[wanted[0]]) / BINS if single else None)
 
     def variables(self) -> Probe:
-        """Return a context with two chains of assignments, and questions about the variables of one chain."""
         names = ["".join(self.rng.choice(ALPHABET, 5)).upper() for _ in range(2 * ASSIGNED)]
         values = self.rng.choice(np.arange(10000, 100000), 2, replace=False)
         needles = []
@@ -176,7 +165,7 @@ def documents(
 ) -> Iterator[Document]:
     """Yield `cases` texts of `tokens` and FOLLOWING more, each from a random position in a file of another package.
 
-    `first`: the tokens that begin a text. MissingRequirement: there are too few files of that length.
+    MissingRequirement: there are too few files of that length.
     """
     found_all = (path for pattern in PATTERNS for path in root.glob(pattern) if path.is_file() and not path.is_symlink())
     paths = sorted(found_all, key=lambda path: path.parts)  # the order of Path comparison, which is slow

@@ -1,9 +1,9 @@
 """Questions about a long context with known answers, in a language of symbols for the recall model.
 
-The language has 641 tokens: a beginning, 512 keys, 64 values, 64 words of noise; a model of 460 000 parameters has
-learned it. Pairs of a key and a value are scattered in noise; the answer to a key is the value that followed it. In a
-chain every answer determines the next question, so that one wrong answer leads astray. Source: icecache.txt, sections
-4.1 (passkey retrieval, LongBench) and 4.2 (long generation, chains of thought).
+The language has 641 tokens: a beginning, 512 keys, 64 values, 64 words of noise. Pairs of a key and a value are
+scattered in noise; the answer to a key is the value that followed it. In a chain every answer determines the next
+question, so that one wrong answer leads astray. Source: icecache.txt, sections 4.1 (passkey retrieval, LongBench) and
+4.2 (long generation, chains of thought).
 
 Questions and answers are decoded token by token, so that the policy selects tokens at every step. Differs from
 icecache.txt, section 5.2, where the question ends the prompt, which has exact attention.
@@ -31,8 +31,7 @@ TASKS = ("passkey", "recall", "needle", "variables", "common", "frequent", "loss
 """Variables, common and frequent words, and the loss on texts of this machine, need a model that knows English."""
 DEPTHS = tuple(round(0.05 * step, 2) for step in range(20))
 """Depths of passkeys, as shares of the context. Source: icecache.txt, section 5.2: from 0 % to 95 % in steps of 5 %."""
-BINS = 10
-"""Number of classes of needles by depth."""
+BINS = 10  # number of classes of needles by depth
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,12 @@ class Questions:
     answers: Int64s
 
     def with_answers(self) -> Int64s:
-        """Return contexts, questions and answers as one text [batch, tokens + 2 n]."""
         tail = np.stack([self.asked, self.answers], 2).reshape(len(self.ids), -1)
         return np.concatenate([self.ids, tail], 1)
 
 
 def recall(rng: np.random.Generator, batch: int, tokens: int, *, pairs: int = 64, questions: int = 32) -> Questions:
-    """Return contexts of `tokens` with `pairs` at random positions.
-
-    The `questions` are about random pairs, without repetition if there are enough pairs.
-    """
+    """Return contexts of `tokens` with `pairs` at random positions, and `questions` about random pairs."""
     keys, values = _pairs(rng, batch, pairs)
     ids = _contexts(rng, keys, values, tokens)
     order = np.stack([rng.choice(pairs, questions, replace=questions > pairs) for _ in range(batch)])
@@ -144,10 +139,7 @@ class Probe:
 
 
 def symbols(task: str, rng: np.random.Generator, tokens: int, cases: int) -> Probe:
-    """Return a probe in the language of the recall model with `cases` contexts; for passkeys, `cases` per depth.
-
-    UsageError: the task is unknown, or `tokens` are too few for it.
-    """
+    """Return a probe in the language of the recall model with `cases` contexts; for passkeys, `cases` per depth."""
     if task == "passkey":
         parts = [passkey(rng, cases, tokens, depth=depth) for depth in DEPTHS]
         joined = [np.concatenate([getattr(one, name) for one in parts]) for name in ("ids", "asked", "answers")]

@@ -1,4 +1,4 @@
-"""Data types of a KvStore: its configuration, selections of tokens, gathered rows, and counters of transfers."""
+"""Data types of a KvStore."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from llmcache.errors import UsageError
 from llmcache.kv.spill import KvShape
 from llmcache.papers.csd import PROFILES, CsdProfile
 
-Arrays = list[NDArray[Any]]
-"""Keys and values."""
-SSD_KINDS = ("file", "csd")
-"""Access to the ssd tier: by this process, or by the *emulated* device that owns the file."""
-PING_PONG_STEPS = 16
-"""A page that moves down and up again within this many steps has moved in vain (ping-pong)."""
+Arrays = list[NDArray[Any]]  # keys and values
+SSD_KINDS = ("file", "csd")  # access to the ssd tier: by this process, or by the *emulated* device that owns the file
+PING_PONG_STEPS = 16  # a page that moves down and up again within this many steps has moved in vain (ping-pong)
 
 Victims = Callable[[int, int, Int64s, int], Int64s]
 """(layer, sequence, pages of the middle in the pool, ascending; number to drop) -> the pages to drop."""
@@ -33,9 +30,9 @@ class StoreConfig:
     """Shape and sizes of a store; sink and window are rounded up to whole pages.
 
     `cpu_pages`: limit of the cpu pool in full pages per layer and sequence, including sink and window; None for no limit.
-    `path`: the spill file (the ssd tier), or None; a limit requires one. `ssd`: "file", or "csd" (*emulated*, with
-    `profile`). `threads` to copy, read and score: None for one per CPU. `cpu_rows`: number of recently used rows per head
-    that are cached in addition to the pages, up to an eighth of the context. `direct` and `interleaved`: as SpillFile.
+    `path`: the spill file (the ssd tier), which a limit requires. `ssd`: "file", or "csd" (*emulated*, with `profile`).
+    `threads`: None for one per CPU. `cpu_rows`: number of recently used rows per head that are cached in addition to the
+    pages, up to an eighth of the context. `direct` and `interleaved`: as SpillFile.
     """
 
     shape: KvShape
@@ -68,7 +65,6 @@ class StoreConfig:
 
     @property
     def rows_bytes(self) -> int:
-        """Memory of the cached rows of a sequence in all layers."""
         of_row = self.shape.token_bytes + 12 * self.shape.kv_heads
         return self.shape.layers * self.cpu_rows * of_row
 
@@ -83,7 +79,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class Selection:
-    """The chosen tokens of the middle: `positions` int64 [batch, kv_heads, k], ascending; k may be 0.
+    """The chosen tokens of the middle: `positions` int64 [batch, kv_heads, k], ascending.
 
     If fewer tokens are chosen for a head than for others, its last position is repeated (`repeated`) and attended to once.
     `missed`, if the policy estimates it, is a pair of float32 [batch, heads]: the share of each query head's attention on
@@ -108,14 +104,12 @@ class Selection:
 
     @staticmethod
     def of_pages(pages: Int64s, page_tokens: int) -> Selection:
-        """Return the selection of all tokens of `pages` [batch, kv_heads, m], in any order."""
         ordered = np.sort(pages, axis=2)
         tokens = ordered[..., None] * page_tokens + np.arange(page_tokens)
         return Selection(tokens.reshape(*pages.shape[:2], -1).astype(np.int64))
 
     @staticmethod
     def of_all(pages: range, batch: int, kv_heads: int, page_tokens: int) -> Selection:
-        """Return the selection of all tokens of `pages`."""
         tokens = np.arange(pages.start * page_tokens, pages.stop * page_tokens, dtype=np.int64)
         shape = (batch, kv_heads, len(tokens))
         return Selection(np.lib.stride_tricks.as_strided(tokens, shape, (0, 0, tokens.itemsize)))  # all heads share one row
@@ -141,8 +135,8 @@ def repeated(positions: Int64s) -> Flags:
 class Gathered:
     """The rows that a layer attends to: sink, chosen tokens, window and tail, ascending, equally many for each head.
 
-    `keys` [batch, kv_heads, k, head_dim] and `values` [..., value_dim] in the shape's numpy type (bfloat16: bits in uint16).
-    `positions` int64 [batch, kv_heads, k]: token indexes, padding included. `repeated` rows must be masked.
+    `keys` [batch, kv_heads, k, head_dim] and `values` [..., value_dim] in the shape's numpy type. `positions` int64 [batch,
+    kv_heads, k]: token indexes, padding included. `repeated` rows must be masked.
     """
 
     keys: Any
@@ -151,7 +145,7 @@ class Gathered:
     _give_back: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
-        """Allow the store to reuse the memory; the arrays become invalid. Without a release, they stay valid."""
+        """Allow the store to reuse the memory; the arrays become invalid."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
@@ -194,17 +188,14 @@ class Traffic:
 
     @property
     def hit_ratio(self) -> float:
-        """Share of the chosen tokens that were not read from the ssd tier; 1 if nothing was chosen."""
         chosen = self.hits_gpu + self.hits_cpu + self.hits_ssd
         return 1 - self.hits_ssd / chosen if chosen else 1.0
 
     @property
     def ping_pong_share(self) -> float:
-        """Share of the pages moved up that had moved down within 16 steps."""
         return self.ping_pong_pages / self.pages_up if self.pages_up else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counters; bytes are a list of {from, to, why, bytes}."""
         with self._lock:
             moved = [
                 {"from": a, "to": b, "why": why, "bytes": count} for (a, b, why), count in sorted(self.moved_bytes.items())

@@ -1,9 +1,7 @@
 """The cpu tier: pages of a layer in slots of arrays, from which rows are copied and in which keys are scored.
 
-Users of a pool acquire its `lock`, so that slots are not reused and arrays do not move. No thread waits for the disk or the
-device while it has the lock.
-
-The compiled loops copy rows of all types as words. numba's cache of the loops depends on the date of this file only.
+Users of a pool acquire its `lock`, so that slots are not reused and arrays do not move. No thread waits for the disk or
+the device while it has the lock. numba's cache of the loops depends on the date of this file only.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from llmcache.kv.spill import KvShape
 from llmcache.kv.tiers.config import Arrays
 
 NOT_HERE = -1
-EVERYWHERE = range(1 << 62)
-"""A range of all positions."""
-FEW_BYTES = 1 << 22
-"""Rows up to this size are copied in less time than it takes to distribute them to threads."""
+EVERYWHERE = range(1 << 62)  # a range of all positions
+FEW_BYTES = 1 << 22  # rows up to this size are copied in less time than it takes to distribute them to threads
 SHORT_RUNS = 4
 """If runs have fewer pages than this on average, it is faster to copy the pages together and score them at once."""
 
@@ -37,8 +33,8 @@ SHORT_RUNS = 4
 class Pool:
     """Slots of pages: `sides` are keys and values [slots, kv_heads, page_tokens, dim].
 
-    `slot_of` [numbers] int64: the slot of each page, or NOT_HERE. `most`: the number of slots up to which the arrays double.
-    `since` [numbers]: the order in which pages were added. `down_at` [numbers]: the step in which a page last moved down.
+    By page number, int64: `slot_of` (NOT_HERE for none), `since` (the order of additions), `down_at` (the step of the last
+    move down). `most`: the number of slots up to which the arrays double.
     """
 
     def __init__(self, shape: KvShape) -> None:
@@ -88,7 +84,6 @@ class Pool:
         self._slots = slots
 
     def shrink(self) -> None:
-        """Free the memory of the unused slots above `most`."""
         if self.most is None or self._slots <= self.most:
             return
         resident = np.flatnonzero(self.slot_of != NOT_HERE)
@@ -139,7 +134,6 @@ class Pool:
             array[slots] = part
 
     def rows(self, number: int) -> Arrays:
-        """Return views of the keys and values [kv_heads, page_tokens, dim] of a page."""
         return [array[self.slot_of[number]] for array in self.sides]
 
 
@@ -177,10 +171,7 @@ class RowCache:
         return found
 
     def lay(self, index: Int64s, positions: Int64s, page_tokens: int, absent: Flags, outs: Arrays, most: int) -> None:
-        """Copy cached rows to `outs`, and cache the `absent` rows of `outs`.
-
-        There must be at most `most` absent rows for each head; the cache then has at most `most` rows.
-        """
+        """Copy cached rows to `outs`, and cache the `absent` rows of `outs`, at most `most` for each head."""
         if not self._sides:
             if not absent.any():
                 return
@@ -234,7 +225,7 @@ def score_slots(keys: NDArray[Any], slots: Int64s, queries: Floats, combine: str
 def copy_pages(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays, threads: int | None) -> None:
     """Copy the rows at `positions` [batch, kv_heads, k] that `sides` has to `outs` [batch, kv_heads, k, dim].
 
-    `index` [batch, pages] maps the pages of a sequence to those of `sides`, keys and values; below 0 for none.
+    `index` [batch, pages] maps the pages of a sequence to those of `sides`; below 0 for none.
     """
     jobs: list[Job] = []
     heads, count = positions.shape[1:]
@@ -252,8 +243,8 @@ def copy_pages(sides: Arrays, index: Int64s, positions: Int64s, outs: Arrays, th
 class Destination:
     """The destination of rows from pages that many threads read in batches; each thread writes different rows.
 
-    `index` [batch, pages]: the number of each page of a sequence in the order of reading, below 0 for none; it ascends
-    within a sequence. `positions` [batch, kv_heads, k], ascending; `outs`: keys and values [batch, kv_heads, k, dim].
+    `index` [batch, pages]: the number of each page in the order of reading, below 0 for none. `positions` [batch, kv_heads,
+    k], ascending; `outs`: keys and values [batch, kv_heads, k, dim].
     """
 
     def __init__(self, index: Int64s, positions: Int64s, outs: Arrays, page_tokens: int) -> None:

@@ -1,11 +1,10 @@
 """Spill: writes full pages of the pools through to the ssd tier in order, reads them back, and drops them from memory.
 
-If a write fails, the page stays in the pool, even above the limit, and is written before the next page or by `write_all`. If
-a later write-back fails, the kernel may drop data that the pool has dropped already. The tier then raises DataError once and
-no longer has these pages; those still in memory are written again.
+If a write fails, the page stays in the pool, even above the limit, and is written before the next page or by
+`write_all`. If a later write-back fails, the kernel may drop data that the pool has dropped already. The tier then raises
+DataError once and no longer has these pages; those still in memory are written again.
 
-Source of the moves: hillinfer.txt, section 3.3 (bidirectional KV cache pools). Differs from the paper: the ssd tier is
-inclusive, so a page that moves down is not written again.
+Source: hillinfer.txt, section 3.3 (bidirectional KV cache pools). Differs from the paper: the ssd tier is inclusive.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from llmcache.kv.tiers.ssd import SsdTier
 from llmcache.kv.tiers.table import NOWHERE, Sequences, Tables
 from llmcache.papers.csd import ScoreBlock
 
-Fresh = tuple[int, list[Arrays]]
-"""The first new page of a layer, and for each sequence the rows of all new full pages."""
+Fresh = tuple[int, list[Arrays]]  # the first new page of a layer, and for each sequence the rows of all new full pages
 
 
 class Spill:
@@ -53,7 +51,6 @@ class Spill:
         return [(int(table.stream[number]), int(table.place[number])) for number in table.table[:, page]]
 
     def is_spilled(self, layer: int, numbers: Int64s) -> Flags:
-        """Return which of the pages are on the ssd tier."""
         streams, places = self._state.table.stream[numbers], self._state.table.place[numbers]
         ends = np.zeros(int(streams.max(initial=NOWHERE)) + 2, np.int64)  # the last is for pages without a stream
         for stream in np.unique(streams[streams != NOWHERE]).tolist():
@@ -77,7 +74,6 @@ class Spill:
         self.update_tables()
 
     def add(self, layer: int, fresh: Fresh) -> None:
-        """Write new full pages; keep them in memory if that fails."""
         try:
             self.write(layer, fresh)
         except LlmcacheError:
@@ -220,7 +216,6 @@ class Spill:
         return "" if self._written is None else self._written.sidecar
 
     def save(self, sidecar: str) -> None:
-        """Write everything, including partial pages."""
         _retry_once(functools.partial(self._save, sidecar))
 
     def _save(self, sidecar: str) -> None:
@@ -272,7 +267,6 @@ class Spill:
                 yield ScoreBlock(block.head, block.positions + shift, block.scores)
 
     def up(self, layer: int, sequence: int, pages: Int64s) -> None:
-        """Read pages of the middle into the pool; ValueError if they exceed its limit."""
         state = self._state
         pool = state.checked(layer, sequence)
         pages, numbers = state.checked_pages(sequence, pages, state.middle)

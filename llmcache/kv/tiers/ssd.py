@@ -1,7 +1,7 @@
 """The ssd tier: streams of pages in a spill file, accessed by this process or by the *emulated* device.
 
-Many threads may read a file, and one may write it. A device's lock is held for a whole command, and for an execution until
-all score blocks are consumed. All transferred bytes are counted.
+Many threads may read a file, and one may write it. A device's lock is held for a whole command, and for an execution
+until all score blocks are consumed. All transferred bytes are counted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ from llmcache.kv.spill.reader import TakeRows
 from llmcache.kv.tiers.config import Arrays, StoreConfig, Traffic
 from llmcache.papers.csd import EmulatedCsd, ScoreBlock
 
-Memory = tuple[Bytes, Bytes]
-"""Memory for keys and for values."""
-KEPT_BUFFERS = 4
-"""Maximum number of free buffers: two each for the layer that computes and the one that is staged."""
-SCORE_BYTES = 1 << 22
-"""Bytes of keys that the host reads before it scores them."""
+Memory = tuple[Bytes, Bytes]  # memory for keys and for values
+KEPT_BUFFERS = 4  # maximum number of free buffers: two each for the layer that computes and the one that is staged
+SCORE_BYTES = 1 << 22  # bytes of keys that the host reads before it scores them
 MOVED = (
     ("ssd", "cpu", "link_to_host_bytes"),
     ("cpu", "ssd", "link_to_device_bytes"),
@@ -63,7 +60,7 @@ class Buffers:
 
 
 class FileTier:
-    """A spill file that this process reads and writes: whole pages, or only the blocks with the chosen rows.
+    """A spill file that this process reads and writes.
 
     Pages are numbered within their stream; reasons ("why") are those of `Traffic`.
     """
@@ -99,18 +96,15 @@ class FileTier:
             self.buffers.give_back(memory)
 
     def read_through(self, stream: int, layer: int, places: Int64s, take: TakeRows, why: str) -> None:
-        """Read whole pages and pass them to `take` in batches, on several threads."""
         self.file.read_through(stream, layer, places, take, self._threads)
         self._traffic.add("ssd", "cpu", why, len(places) * sum(self.file.shape.slot_sizes))
 
     def read_rows(self, stream: int, layer: int, places: Int64s, rows: Int64s, why: str) -> Arrays:
-        """Return rows of the pages at `places`; see `SpillReader.read_rows`."""
         found, size_bytes = self.file.read_rows(stream, layer, places, rows)
         self._traffic.add("ssd", "cpu", why, size_bytes)
         return found
 
     def read_side(self, stream: int, layer: int, places: Int64s, side: int, why: str) -> NDArray[Any]:
-        """Return the keys (`side` 0) or values (1) of pages."""
         slots, sizes = self.file.read_slots(stream, layer, places, side), self.file.shape.slot_sizes
         self._traffic.add("ssd", "cpu", why, len(places) * (sum(sizes) if self.file.interleaved else sizes[side]))
         return view_slots(self.file.shape, slots, side)
@@ -193,7 +187,6 @@ class CsdTier:
     def score(
         self, stream: int, layer: int, places: Int64s, queries: Floats, combine: str, block_tokens: int
     ) -> Iterator[ScoreBlock]:
-        """Yield the score blocks that the device computes, rounded to fp16."""
         with self._command("score") as device:
             yield from device.execute(queries, stream, layer, pages=places, combine=combine, block_tokens=block_tokens)
 
@@ -202,7 +195,6 @@ class CsdTier:
             device.flush()
 
     def restart(self) -> None:
-        """Restart the device with its file; DataError if acknowledged pages are missing."""
         with self._command("restore") as device:
             device.restart()
 

@@ -1,12 +1,12 @@
 """KvStore: the keys and values of a batch of sequences of equal length, in tiers (gpu, cpu, ssd).
 
-A sequence consists of sink pages, middle pages, window pages and a tail, which is an incomplete page. Sink, window and tail
-are always in memory; policies choose among the middle. Every full page is written to the ssd tier once, in order: a move
-down drops the copy in memory, a move up reads the page. In hillinfer.txt, section 3.3, a move down writes the page.
+A sequence consists of sink pages, middle pages, window pages and a tail, which is an incomplete page. Sink, window and
+tail are always in memory; policies choose among the middle. Every full page is written to the ssd tier once, in order: a
+move down drops the copy in memory (in hillinfer.txt, section 3.3, it writes the page), a move up reads the page.
 
-Concurrency: one thread appends, commits, crops and reorders. Concurrently, another may score, stage and move pages of other
-layers, or committed pages of the same layer. The lock of a layer's pool is held only for memory accesses, never while a
-thread waits for the disk or the device, which has its own lock.
+Concurrency: one thread appends, commits, crops and reorders. Concurrently, another may score, stage and move pages of
+other layers, or committed pages of the same layer. The lock of a layer's pool is held only for memory accesses, never
+while a thread waits for the disk or the device, which has its own lock.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ from llmcache.papers.csd import Report, ScoreBlock
 from llmcache.papers.csd.wire import BLOCK_TOKENS
 
 Sides = tuple[NDArray[Any], NDArray[Any]]
-RECENT_SHARE = 8
-"""Rows are cached for at most one in this many tokens of the context."""
+RECENT_SHARE = 8  # rows are cached for at most one in this many tokens of the context
 MOST_SCATTERED = 0.75
 """Average number of rows per head and page up to which rows are read individually, instead of whole pages."""
 
@@ -60,10 +59,10 @@ MOST_SCATTERED = 0.75
 class FastTier(Protocol):
     """A cache of pages in the memory of the accelerator (gpu), so that `KvStore.gather_fast` sends only missing pages.
 
-    A page has the same number in all layers; sequences that share a page share its number. For each gather of a layer, the
-    store calls `have`; `put` with the missing pages and the page being filled; `rows`; and `drop` with the page being
-    filled. Pages of a gather must not be evicted before `rows`. The store also calls `drop` for removed pages, whose numbers
-    are reused. Calls come from one thread at a time.
+    A page has the same number in all layers and in all sequences that share it. For each gather of a layer, the store calls
+    `have`; `put` with the missing pages and the page being filled; `rows`; and `drop` with the page being filled. Pages of a
+    gather must not be evicted before `rows`. The store also calls `drop` for removed pages, whose numbers are reused. Calls
+    come from one thread at a time.
     """
 
     def have(self, layer: int, pages: Int64s) -> Flags:
@@ -75,8 +74,7 @@ class FastTier(Protocol):
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[Any, Any]:
         """Return keys and values [batch, kv_heads, k, dim] of head h's tokens `offsets` [..., k] in `pages` [..., k]."""
 
-    def drop(self, pages: Int64s) -> None:
-        """Remove pages from all layers."""
+    def drop(self, pages: Int64s) -> None: ...
 
 
 @dataclass
@@ -94,10 +92,9 @@ class Staged:
 
 
 class KvStore(Sequences):
-    """Keys and values of `config.batch` sequences of equal length; a context manager."""
+    """Keys and values of `config.batch` sequences; a context manager. It creates a spill file unless it restores `found`."""
 
     def __init__(self, config: StoreConfig, found: Snapshot | None = None) -> None:
-        """Create an empty store and its spill file; `restore` passes `found`."""
         super().__init__(config)
         self._buffers = Buffers()
         self._recent = [RowCache(config.cpu_rows) for _ in range(config.shape.layers)]
@@ -142,10 +139,7 @@ class KvStore(Sequences):
             spill.bring(layer, self.table.table[:, pages].reshape(-1))
 
     def limit(self, cpu_pages: int, buffer_bytes: int) -> None:
-        """Set the limits of the pools and of a reusable buffer; between steps only.
-
-        Smaller pools drop pages and free their memory; larger ones read the latest pages from the spill file.
-        """
+        """Set the limits of the pools and of a reusable buffer; between steps only."""
         self.check_between_steps()
         spill, before = self._movable(), self.config.cpu_pages
         self.config = replace(self.config, cpu_pages=cpu_pages)
@@ -176,7 +170,6 @@ class KvStore(Sequences):
 
     @property
     def device_report(self) -> Report | None:
-        """Totals of the commands to the *emulated* device: bytes, modelled and wall time."""
         return self.ssd.device.report if isinstance(self.ssd, CsdTier) else None
 
     @property
@@ -191,16 +184,15 @@ class KvStore(Sequences):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the cpu pools of all layers, used or not, and of the row caches."""
         return sum(pool.size_bytes for pool in self.pools) + sum(rows.size_bytes for rows in self._recent)
 
     # Adding tokens
 
     def append(self, layer: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Append keys and values [batch, kv_heads, tokens, dim], in the shape's numpy type, to a layer.
+        """Append keys and values [batch, kv_heads, tokens, dim] to a layer; `commit` ends the step.
 
-        The layers of a step come in any order; `commit` ends the step. MissingRequirement (disk full, device stopped): the
-        tokens are in memory, must not be appended again, and are written with the next page or by `spill`.
+        MissingRequirement (disk full, device stopped): the tokens are in memory, must not be appended again, and are written
+        with the next page or by `spill`.
         """
         size = self.shape.page_tokens
         self.checked(layer)
@@ -317,8 +309,7 @@ class KvStore(Sequences):
         """Yield score blocks, each of one key head, of pages on the ssd tier.
 
         `pages`: None for those of the middle that are not in the pool. A device rounds scores to fp16; consume all blocks
-        before its next command. The iteration raises DataError for a damaged page, and MissingRequirement if the device
-        stops.
+        before its next command. DataError: a page is damaged; MissingRequirement: the device stops.
         """
         pool = self.checked(layer, sequence)
         wanted, numbers = self._wanted(sequence, pages)
@@ -391,7 +382,6 @@ class KvStore(Sequences):
         return Gathered(*staged.sides, positions, partial(self._buffers.give_back, staged.memory))
 
     def attended_positions(self, layer: int, selection: Selection) -> Int64s:
-        """Return the positions [batch, kv_heads, k] that `gather` would return."""
         return self._with_ends(self.middle, selection.positions, self.layer_length(layer))
 
     def _checked(self, selection: Selection, middle: range) -> Int64s:
@@ -624,10 +614,7 @@ class KvStore(Sequences):
         return "" if self._spill is None else self._spill.sidecar
 
     def tail(self) -> tuple[Int64s, Int64s, list[list[NDArray[Any]]]]:
-        """Return ids and positions [batch, n] of the tokens in the incomplete page, and the rows of each layer.
-
-        Rows: keys and values [batch, kv_heads, n, dim], as `append` takes them. Between steps only.
-        """
+        """Return ids and positions [batch, n] of the tokens in the incomplete page, and the rows of each layer."""
         self.check_between_steps()
         full, rest = divmod(self.length, self.shape.page_tokens)
         rows: list[list[NDArray[Any]]] = []

@@ -34,8 +34,7 @@ from llmcache.kv.tiers.pool import Pool
 
 NOWHERE = -1
 Runs = list[tuple[int, int]]
-OPEN = -1
-"""Number of pages of a run that extends to the end of its stream."""
+OPEN = -1  # number of pages of a run that extends to the end of its stream
 SCHEMA = "llmcache.kv.tables/1"
 
 _HINT = "they are damaged: compute the context again"
@@ -43,10 +42,7 @@ _NAME = re.compile("[0-9a-f]*")
 
 
 class PageTable:
-    """The pages of `batch` sequences.
-
-    `stream`, `place` [numbers]: position in the file, or NOWHERE while a page is not full.
-    """
+    """The pages of `batch` sequences; by page number, `stream` and `place` in the file, NOWHERE while a page is not full."""
 
     def __init__(self, batch: int) -> None:
         self.pages = 0
@@ -67,7 +63,6 @@ class PageTable:
 
     @property
     def table(self) -> Int64s:
-        """Page numbers of all sequences, [batch, pages]."""
         return self._table[:, : self.pages]
 
     def extend(self, pages: int) -> None:
@@ -109,12 +104,10 @@ class PageTable:
         self.ends[stream] += 1
 
     def unsettle(self, page: int) -> None:
-        """Revoke the places of a page of every sequence."""
         self.stream[self._table[:, page]] = self.place[self._table[:, page]] = NOWHERE
         self._shorten()
 
     def cut(self, pages: int) -> Int64s:
-        """Remove the pages from `pages` on from every sequence; return the numbers that are now unused."""
         self.pages = min(self.pages, pages)
         return self._recount()
 
@@ -159,7 +152,6 @@ class PageTable:
         return [(int(streams[a]), b - a) for a, b in itertools.pairwise(bounds)]
 
     def by_stream(self, numbers: Int64s) -> Iterator[tuple[int, Int64s]]:
-        """Yield (stream, page numbers in the order of their places)."""
         order = numbers[np.lexsort((self.place[numbers], self.stream[numbers]))]
         streams = self.stream[order]
         for stream in np.unique(streams).tolist():
@@ -208,8 +200,8 @@ class Tokens:
 class Sequences:
     """The batch of a store: its page table, tokens and pools, which all parts of the store share.
 
-    `config`: the configuration, with the initial `batch`. `lengths` [layers]: tokens of each layer. `step`: number of
-    finished steps. `victims`: returns the pages to drop when the window advances and the pool is full; None for the oldest.
+    `lengths` [layers]: tokens of each layer. `step`: number of finished steps. `victims`: returns the pages to drop when the
+    window advances and the pool is full; None for the oldest.
     """
 
     def __init__(self, config: StoreConfig) -> None:
@@ -251,7 +243,6 @@ class Sequences:
             raise ValueError("commit: a step is in progress, end it first")
 
     def checked(self, layer: int, sequence: int = 0) -> Pool:
-        """Return the pool of a layer; ValueError if there is no such layer or sequence."""
         if not 0 <= layer < self.shape.layers:
             raise ValueError(f"layer: must be from 0 to {self.shape.layers - 1}, not {layer}")
         if not 0 <= sequence < self.batch:
@@ -260,7 +251,6 @@ class Sequences:
         return self.pools[layer]
 
     def checked_pages(self, sequence: int, pages: Int64s | list[int], within: range) -> tuple[Int64s, Int64s]:
-        """Return `pages` as an array, and their numbers; ValueError if one is not `within`."""
         found = np.asarray(pages, np.int64).reshape(-1)
         if len(found) and not (within.start <= found.min() and found.max() < within.stop):
             raise ValueError(f"pages: must be from {within.start} to {within.stop - 1}, not {found.min()} to {found.max()}")
@@ -271,8 +261,8 @@ class Sequences:
 class Tables:
     """The runs of each sequence: (stream, number of pages from its start, or OPEN).
 
-    `saved`: the file is complete, and the last page may be partial. `sidecar`: the caller's name for the file that belongs
-    to the last save, or "".
+    `saved`: the file is complete, and the last page may be partial. `sidecar`: the caller's name for the file of the last
+    save, or "".
     """
 
     sequences: list[Runs]
@@ -305,7 +295,6 @@ class Tables:
 
     @classmethod
     def read(cls, spill: Path) -> Tables | None:
-        """Return the tables of a spill file, None if there are none; DataError if they are damaged."""
         path = cls.path(spill)
         try:
             with explained(path, "reading page tables"):
@@ -323,13 +312,12 @@ class Tables:
 
     @classmethod
     def remove(cls, spill: Path) -> None:
-        """Remove the tables of a spill file, if any, durably."""
         with explained(path := cls.path(spill), "removing page tables"):
             files.remove(path)
 
 
 def _checked(runs: Any) -> Runs:
-    """Return `runs` if they are valid: a run starts where its stream does, so a sequence has each stream at most once."""
+    """A run starts where its stream does, so a sequence has each stream at most once."""
     found = [(stream, pages) for stream, pages in runs]
     for place, (stream, pages) in enumerate(found):
         is_open = pages == OPEN and place == len(found) - 1

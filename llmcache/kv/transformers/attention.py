@@ -34,10 +34,7 @@ _R = TypeVar("_R")
 
 
 def _interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `function` so that Ctrl-C always raises KeyboardInterrupt.
-
-    numba reports an interrupt while it converts a result to an array as SystemError.
-    """
+    """numba reports an interrupt while it converts a result to an array as SystemError; raise KeyboardInterrupt instead."""
 
     @functools.wraps(function)
     def called(*arguments: _P.args, **options: _P.kwargs) -> _R:
@@ -59,8 +56,6 @@ def _eager(module: Any, *arguments: Any, **options: Any) -> Output:
 
 
 def _spilling(stock: Callable[..., Output]) -> Callable[..., Output]:
-    """Return an attention function: the SpillCache's for keys that it has tagged, `stock` for all others."""
-
     @_interruptible
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
@@ -160,7 +155,6 @@ def _begin_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any])
 
 
 def _check_step(inner: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-    """Raise UsageError if a layer did not run in this forward pass: the cache would store nothing of the step."""
     cache = _passed_cache(options)
     if isinstance(cache, SpillCache):
         cache.conversation.check_step()
@@ -203,10 +197,7 @@ def estimated(layer: Any, hidden: torch.Tensor, rotation: tuple[torch.Tensor, to
 
 
 def _can_be_estimated(layer: Any, following: Any) -> bool:
-    """Return whether `estimated` supports the `following` layer, and both layers use the same rotary embedding.
-
-    They do not in Gemma 3, where a global layer follows a local one.
-    """
+    """Return whether `estimated` supports the `following` layer. In Gemma 3, rotary embeddings of layers differ."""
     if not hasattr(getattr(following, "self_attn", None), "q_proj") or not hasattr(following, "input_layernorm"):
         return False
     return _kind(layer) == _kind(following)

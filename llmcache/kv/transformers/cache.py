@@ -1,7 +1,6 @@
 """SpillCache: a KV cache for transformers' models that keeps keys and values in memory and SSD tiers.
 
-Layers with full attention are spilled and share a `Conversation`; layers with a sliding window or a recurrent state
-stay transformers' own.
+Layers with full attention are spilled; layers with a sliding window or a recurrent state stay transformers' own.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from llmcache.kv.transformers.tensors import dtype_name
 from llmcache.kv.transformers.versions import version_of
 from llmcache.papers.csd import PROFILES, CsdProfile
 
-TAG = "_llmcache_layer"
-"""Attribute of keys that a cache passes to attention: the SpillLayer that they belong to."""
+TAG = "_llmcache_layer"  # attribute of keys that a cache passes to attention: the SpillLayer that they belong to
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionLayer", ())  # transformers 5 and later
 _STOCK = {getattr(cache_utils, name, None) for name in ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")}
@@ -132,9 +130,7 @@ class SpillCache(Cache):
         return self.conversation.ids
 
     def check(self) -> None:
-        """Raise DataError if a forward pass stopped between a spilled layer and another one, which cannot be rolled
-        back.
-        """
+        """Raise DataError if a forward pass stopped between a spilled layer and another one, which cannot be rolled back."""
         if self.conversation.in_step and any(isinstance(layer, _RECURRENT) for layer in self.layers):
             raise broken_off()
         if any(layer.get_seq_length() != self.conversation.length for layer in self._sliding()):
@@ -247,13 +243,11 @@ class SpillLayer(CacheLayerMixin):
         self.conversation, self.number = conversation, number
         self.is_initialized = True
 
-    def lazy_initialization(self, *arguments: Any) -> None:
-        """Do nothing: the conversation begins with the first token."""
+    def lazy_initialization(self, *arguments: Any) -> None: ...
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys, tagged, and the new values; the attention function reads the stored ones."""
         self.conversation.expect(self.number)
         if key_states.dtype != value_states.dtype:
             key_states, value_states = _of_one_type(key_states, value_states)
@@ -262,7 +256,6 @@ class SpillLayer(CacheLayerMixin):
         return tagged, value_states
 
     def get_seq_length(self, *arguments: Any) -> int:
-        """Return the tokens of each sequence, without those of a step in progress."""
         return self.conversation.length
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
@@ -285,11 +278,7 @@ class SpillLayer(CacheLayerMixin):
 
 
 def _of_one_type(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both in autocast's type, to which attention would cast them; UsageError if the types differ without
-    autocast.
-
-    Under autocast, rotary embeddings produce float32 keys, while values are in half precision.
-    """
+    """Under autocast, rotary embeddings produce float32 keys, while values are in half precision."""
     if not torch.is_autocast_enabled(keys.device.type):
         types = f"keys are {keys.dtype}, values {values.dtype}"
         raise UsageError(f"dtype: must be the same for keys and values, but {types}", _HINT)
@@ -319,7 +308,6 @@ def spilled_layers(config: Any, conversation_of: Any) -> list[Any]:
     """Return the layers that transformers creates for a model with `config`, with spilled layers for full attention.
 
     `conversation_of(n, alone)` returns a conversation for n spilled layers; `alone` is True if all layers are spilled.
-    UsageError names an unsupported property of the model.
     """
     text = checked_text_config(config)
     try:

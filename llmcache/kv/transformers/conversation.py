@@ -49,10 +49,8 @@ from llmcache.kv.transformers.tensors import (
 )
 from llmcache.units import format_size
 
-UNKNOWN_ID = -1
-"""Id of a token that the model received as an embedding."""
-GPU_SHARE = 0.5
-"""Share of a GPU's free memory for short contexts; prompts need the rest."""
+UNKNOWN_ID = -1  # id of a token that the model received as an embedding
+GPU_SHARE = 0.5  # share of a GPU's free memory for short contexts; prompts need the rest
 MEASURED_LAYERS, MEASURED_STEPS = 4, 5
 """Number of layers and steps in a measurement; for most models, these layers exceed the CPU cache."""
 
@@ -63,8 +61,7 @@ _OWN_NAME = re.compile(r"llmcache-[0-9a-f]{16}\.kv")
 class Conversation:
     """A batch of sequences of equal length. It begins with the first token or a restored file, and ends with `close`.
 
-    `layers` is the number of spilled layers. `alone` is True if the model has no others, so that a failed step can be
-    rolled back.
+    `layers` is the number of spilled layers. If the model is `alone` (it has no others), a failed step can be rolled back.
     """
 
     def __init__(self, settings: SpillSettings, layers: int, alone: bool = True) -> None:
@@ -101,17 +98,14 @@ class Conversation:
 
     @property
     def ids(self) -> Int64s:
-        """Token ids [batch, tokens]; UsageError before the first token."""
         return self.store.ids if self._dense is None else self._dense.ids
 
     @property
     def engine_ahead(self) -> KvEngine | None:
-        """The engine if lookahead applies to the next step, else None."""
         return self.engine if self.settings.lookahead and self.length > 0 and self._dense is None else None
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of keys and values in host memory, or on the device while the context is short; without the index."""
         stored = self.store.memory_bytes if self.store.length else 0
         return stored + (0 if self._dense is None else self._dense.size_bytes)
 
@@ -137,12 +131,10 @@ class Conversation:
 
     @property
     def needs_identity(self) -> bool:
-        """True if the next token creates a spill file that can be restored later."""
         path = self.settings.path
         return self._store is None and path is not None and not path.is_dir()
 
     def identify(self, model: str | UsageError) -> None:
-        """Set the model identity to write to the spill file, or the reason why the model cannot be identified."""
         self._unidentified = model if isinstance(model, UsageError) else None
         self.model = "unidentified" if isinstance(model, UsageError) else model
 
@@ -157,17 +149,13 @@ class Conversation:
         self._expected = layer
 
     def begin_step(self, ids: Int64s | None, positions: Int64s | None) -> None:
-        """Record ids and positions [batch, tokens] of the new tokens, None if unknown.
-
-        Keys of a forward pass that failed before its attention are discarded.
-        """
+        """Record ids and positions [batch, tokens] of the new tokens; discard keys of a pass that failed earlier."""
         self._expected, self._step_tokens, self._thread = None, (ids, positions), threading.get_ident()
         if self._budget is not None and self._dense is None and ids is not None:
             self._budget.check(self.length + ids.shape[1])
         self.in_step = True
 
     def check_step(self) -> None:
-        """Raise UsageError if a forward pass has ended without the attention of every spilled layer."""
         self._check_thread()
         self.in_step = False
         missing = self.layers - len(self._done) if self._done or self._expected is not None else 0
@@ -176,7 +164,6 @@ class Conversation:
             raise UsageError(f"model: {missing} of {self.layers} spilled layers did not run their attention", hint)
 
     def _check_thread(self) -> None:
-        """Raise UsageError if another thread has started a forward pass since this one did."""
         if self._thread not in (0, threading.get_ident()):
             raise UsageError("cache: two threads use it at the same time", "give each thread a cache of its own")
 
@@ -267,7 +254,6 @@ class Conversation:
             )
 
     def _roll_back(self) -> None:
-        """Roll back a step that failed halfway; DataError if there are sliding layers."""
         if not self.alone:
             raise broken_off()
         self._done = set()
@@ -306,7 +292,6 @@ class Conversation:
                 policy.restored()
 
     def _tokens(self, count: int) -> tuple[Int64s, Int64s]:
-        """Return and clear the recorded ids and positions of the newest tokens; replace those that are unknown."""
         shape = (self.store.batch, count)
         (ids, positions), self._step_tokens = self._step_tokens, (None, None)
         if ids is None or ids.shape != shape:
@@ -353,7 +338,6 @@ class Conversation:
         return self.engine
 
     def _longest_full(self, device: torch.device) -> int:
-        """Return the most tokens that may get full attention: `full_tokens`, or as many as fit in memory."""
         settings, store = self.settings, self.store
         most = NEVER if settings.full_tokens is None else settings.full_tokens
         if settings.full_tokens is None and (settings.policy.needs_weights or settings.gpu_pages is not None):
@@ -377,10 +361,7 @@ class Conversation:
         return self._own_file
 
     def restore(self, dtype: str) -> None:
-        """Continue the spill file, for the model that `identify` named and keys of type `dtype`.
-
-        DataError: the file is damaged, or from another model.
-        """
+        """Continue the spill file, for the model that `identify` named and keys of type `dtype`."""
         path = self.settings.path
         if path is None or path.is_dir():
             raise UsageError("path: must name a spill file", "name the file that was saved")
@@ -391,10 +372,6 @@ class Conversation:
         self._is_restored = True
 
     def save(self, sliding: list[Any]) -> None:
-        """Write incomplete pages and the states of `sliding` layers atomically. Call it between steps only.
-
-        UsageError: the spill file is temporary.
-        """
         store = self.store
         if self._own_file is not None or self.settings.path is None:
             raise UsageError("path: the cache has only a temporary spill file", "create the cache with the path of a file")
@@ -451,7 +428,6 @@ class Conversation:
             self.engine.policy.cropped(tokens)
 
     def choose(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`; the batch may grow or shrink."""
         if self._store is None:
             return
         if self.engine is not None:
@@ -490,9 +466,8 @@ _break_evens: dict[Any, int] = {}
 def break_even(settings: SpillSettings, call: Call) -> int:
     """Return the largest context, in tokens, at which full attention is faster than choosing tokens.
 
-    *Measured* on random keys with the shapes of `call`, once in a process for each combination of settings, shapes,
-    type and device; takes some tenths of a second. Rounded up to a power of two, so that similar runs get the same
-    result.
+    *Measured* on random keys with the shapes of `call`, once in a process for each combination of settings, shapes, type and
+    device; takes some tenths of a second. Rounded up to a power of two, so that similar runs get the same result.
     """
     settings = dataclasses.replace(
         settings,
@@ -514,7 +489,6 @@ def break_even(settings: SpillSettings, call: Call) -> int:
 
 
 def _layer_s(settings: SpillSettings, call: Call, tokens: int) -> float:
-    """Return the median time of a decode step after `tokens` tokens, in seconds per layer, without the warm-up step."""
     random = torch.Generator().manual_seed(0)
     keys, values = (
         torch.randn((*side.shape[:2], tokens, side.shape[3]), generator=random).to(side.device, side.dtype)

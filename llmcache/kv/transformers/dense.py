@@ -15,8 +15,7 @@ from llmcache.arrays import Int64s
 
 Sides = tuple[torch.Tensor, torch.Tensor]
 
-SHORT = 1024
-"""Contexts of up to this many tokens get full attention without a measurement: choosing does not pay off."""
+SHORT = 1024  # contexts of up to this many tokens get full attention without a measurement: choosing does not pay off
 SPILLED = 4096
 """Contexts of up to this many tokens do not use a spill file, if their memory is not limited in bytes.
 
@@ -24,8 +23,7 @@ SPILLED = 4096
 takes 2.6 to 2.8 times as long as with transformers' own cache (1.4 times without a file); at 4,096 tokens 0.8 to 2.6 times,
 depending on the load of the machine.
 """
-LENGTHS = (1024, 4096)
-"""Context lengths at which both methods are measured; lines through the times meet at the break-even."""
+LENGTHS = (1024, 4096)  # context lengths at which both methods are measured; lines through the times meet at the break-even
 NEVER = 1 << 62
 
 
@@ -44,7 +42,6 @@ class DenseLayers:
 
     @property
     def length(self) -> int:
-        """The tokens of each sequence, without those of a step in progress."""
         return int(self.ids.shape[1])
 
     @property
@@ -56,7 +53,6 @@ class DenseLayers:
         return all(side.device.type == "cpu" for sides in self._sides for side in sides)
 
     def layer_length(self, layer: int) -> int:
-        """Return the tokens of a layer, including those of a step in progress."""
         return self._lengths[layer]
 
     def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Sides:
@@ -78,25 +74,21 @@ class DenseLayers:
         self._sides[layer] = sides
 
     def rows(self, layer: int, start: int) -> Sides:
-        """Return views of the keys and values of a layer from token `start` on."""
         keys, values = self._sides[layer]
         count = self._lengths[layer] - start
         return keys.narrow(2, start, count), values.narrow(2, start, count)
 
     def commit(self, ids: Int64s, positions: Int64s) -> None:
-        """Finish a step after all layers: append the ids and positions [batch, tokens] of its tokens."""
         if not self.length:
             self.ids, self.positions = ids, positions
         else:
             self.ids, self.positions = np.append(self.ids, ids, 1), np.append(self.positions, positions, 1)
 
     def crop(self, tokens: int) -> None:
-        """Cut every sequence to its first `tokens`, and roll back a step in progress."""
         self._lengths = [min(tokens, length) for length in self._lengths]
         self.ids, self.positions = self.ids[:, :tokens], self.positions[:, :tokens]
 
     def choose(self, index: Int64s) -> None:
-        """Replace sequence i by sequence `index[i]`; the batch may grow or shrink."""
         with _without_autograd():
             for layer, sides in enumerate(self._sides):
                 self._sides[layer] = [side[torch.from_numpy(index).to(side.device)] for side in sides]

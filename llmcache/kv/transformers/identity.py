@@ -30,10 +30,10 @@ _CACHED = "_llmcache_identity"
 
 
 def identity_of(model: Any, fresh: bool = False) -> str:
-    """Return the identity of `model`: its type and 32 hexadecimal digits.
+    """Return the identity of `model`: its type and 32 hexadecimal digits. UsageError: some weights cannot be read.
 
-    The model caches the result; it is recomputed if `fresh`, or if a tensor was replaced or changed in place. Takes
-    about 1 s for each 10 GB of weights. UsageError: some weights cannot be read.
+    The model caches the result; it is recomputed if `fresh`, or if a tensor was replaced or changed in place. Takes about
+    1 s for each 10 GB of weights.
     """
     body = model.base_model
     tensors = dict(_tensors(body))
@@ -77,7 +77,6 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yield the checksums of the whole chunks of `tensor`, and then the remaining bytes."""
     flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
     whole = flat.numel() // CHUNK_BYTES * CHUNK_BYTES
     if whole:

@@ -27,12 +27,9 @@ MEMORY_SHARE = 0.25
 """Share of the available memory for a cache with a spill file, if neither `memory` nor `cpu_pages` is set."""
 RECENT_BUDGETS = 2
 """Number of token budgets of read rows that stay in memory, because consecutive tokens attend to similar rows."""
-ROWS_SHARE = 0.25
-"""Share of `memory` that these rows may use."""
-AHEAD = 8
-"""The division of the memory is valid until the context has grown by one in this many tokens."""
-AHEAD_TOKENS = 256
-"""Minimum number of tokens for which it is valid."""
+ROWS_SHARE = 0.25  # share of `memory` that these rows may use
+AHEAD = 8  # the division of the memory is valid until the context has grown by one in this many tokens
+AHEAD_TOKENS = 256  # minimum number of tokens for which it is valid
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,7 @@ class SpillSettings:
     def store_config(self, shape: KvShape, batch: int, path: Path | None) -> StoreConfig:
         """Return the configuration of the store for a model of `shape`, with the spill file `path`.
 
-        The policy sets the sink and window by default. With a spill file, the pools are the smallest possible until a
-        `MemoryBudget` sets their size, unless `cpu_pages` does.
+        With a spill file and without `cpu_pages`, the pools are the smallest possible until a `MemoryBudget` sets them.
         """
         if self.ssd not in ("file", "csd"):
             raise UsageError(f"ssd: must be 'file' or 'csd', not {self.ssd!r}", "one of: file, csd")
@@ -103,7 +99,6 @@ class SpillSettings:
         return dataclasses.replace(config, cpu_rows=min(rows, int(ROWS_SHARE * self.memory_bytes / row_bytes)))
 
     def memory_budget(self, policy: KvPolicy) -> MemoryBudget | None:
-        """Return the budget of a cache with a spill file, unless `cpu_pages` sets the size of its pools."""
         if policy.store.config.path is None or self.cpu_pages is not None:
             return None
         if self.memory_bytes is not None:
@@ -135,10 +130,9 @@ def policy_settings(name: str, options: dict[str, Any]) -> tuple[type[KvPolicy],
 
 
 class MemoryBudget:
-    """The host memory of a cache: how much a context needs, and how many pages fit.
+    """The host memory of a cache: how much a context needs between steps, and how many pages fit.
 
-    It counts what stays in memory between steps. `flexible`: the pools always have room for the token budget, even if
-    that exceeds `memory_bytes`.
+    `flexible`: the pools always have room for the token budget, even if that exceeds `memory_bytes`.
     """
 
     def __init__(self, memory_bytes: int, policy: KvPolicy, flexible: bool = False) -> None:
@@ -148,7 +142,6 @@ class MemoryBudget:
         self._checksums = sum(Layout(store.shape, 1).of_layer.parts) + 1
 
     def buffer_bytes(self, tokens: int) -> int:
-        """Return the bytes of a buffer for the rows that a layer gathers in a step."""
         store = self._policy.store
         rows = self._policy.settings.attended(tokens) + 2 * store.shape.page_tokens
         return store.batch * rows * store.shape.token_bytes * 5 // 4
@@ -175,14 +168,13 @@ class MemoryBudget:
         return store.batch * store.shape.layers * (pages + 2) * store.shape.page_tokens * store.shape.token_bytes
 
     def pages(self, tokens: int, other_bytes: int = 0) -> int:
-        """Return how many pages per layer and sequence fit with a context of `tokens` tokens and `other_bytes`."""
         page_bytes = self._pool_bytes(-1)
         fitting = self._least + (self.memory_bytes - self.least_bytes(tokens) - other_bytes) // page_bytes
         budget = self._policy.settings.token_budget or 0
         return max(self._least, fitting, self._policy.store.shape.pages_of(budget) if self.flexible else 0)
 
     def restrict(self, tokens: int, dense_bytes: int | None = None) -> None:
-        """Set the limits of the store for a context of `tokens` tokens beside a short one of `dense_bytes`.
+        """Set the limits of the store for a context of `tokens` tokens in addition to a short one of `dense_bytes`.
 
         None: the short one may use all of the memory, so the pools have the smallest size.
         """
@@ -190,7 +182,6 @@ class MemoryBudget:
         self._policy.store.limit(pages, self.buffer_bytes(tokens))
 
     def check(self, tokens: int) -> None:
-        """Raise UsageError if a context of `tokens` tokens does not fit, even with the smallest pools."""
         if self.flexible or self.least_bytes(tokens) <= self.memory_bytes:
             return
         # With more memory, more rows are cached: up to `ROWS_SHARE` of it, or the token budgets.

@@ -1,8 +1,8 @@
-"""The sidecar: a small file next to a spill file with the parts of a saved conversation that the spill file lacks.
+"""The sidecar: a small file next to a spill file with the states of sliding layers and the tokens of incomplete pages.
 
-It contains the states of sliding layers and the tokens of incomplete pages. A save is atomic: the sidecar gets a new
-name, and takes effect when the page tables, which describe the spill file, name it. A conversation that continues after
-a save can still be restored to it, because the spill file keeps all pages that were complete at the last save.
+A save is atomic: the sidecar gets a new name, and takes effect when the page tables, which describe the spill file, name
+it. A conversation that continues after a save can still be restored to it, because the spill file keeps all pages that
+were complete at the last save.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ def path_of(spill: Path, name: str) -> Path:
 
 
 def write(spill: Path, store: KvStore, layers: list[Any]) -> str:
-    """Write the states of sliding `layers` next to the spill file of `store`; return the sidecar's name, "" for no
-    layers.
-
-    MissingRequirement: the file cannot be written.
-    """
+    """Write the states of sliding `layers`; return the sidecar's name, "" for no layers. MissingRequirement."""
     if not layers:
         return ""
     states = [{"keys": layer.keys.cpu(), "values": layer.values.cpu()} for layer in layers]

@@ -1,8 +1,4 @@
-"""Calls of attention functions: conversions between tensors and numpy arrays without copies, masks, and the GPU tier.
-
-Numpy has no bfloat16, so its bits are passed as uint16. The GPU tier has one pair of arrays with one LRU order for all
-layers, so that a layer that needs more pages can take slots of another.
-"""
+"""Calls of attention functions: conversions between tensors and numpy arrays without copies, masks, and the GPU tier."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return `tensor` as an array that shares its memory if that is on the host."""
+    """Return `tensor` as an array, which shares its memory if that is on the host; bfloat16 as its bits, uint16."""
     found = tensor.detach().cpu()
     if found.dtype == torch.bfloat16:
         return found.view(torch.int16).numpy().view(np.uint16)
@@ -64,15 +60,15 @@ def first_tokens(mask: torch.Tensor | None, batch: int) -> Int64s:
 
 
 def visible(mask: torch.Tensor) -> torch.Tensor:
-    """Return which entries of `mask` make a token visible, as booleans."""
+    """Return which entries of `mask` make a token visible."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def cut_mask(mask: torch.Tensor | None, positions: Int64s, query: torch.Tensor) -> torch.Tensor | None:
     """Return the mask [batch, heads, 1, k] of the chosen `positions` [batch, kv_heads, k], with `repeated` ones hidden.
 
-    `mask` [batch or 1, heads or 1, 1, tokens] is returned unchanged if all tokens are chosen. `query` [batch, heads, 1,
-    dim] gives the heads, type and device. Returns None if no token is hidden.
+    `mask` [batch or 1, heads or 1, 1, tokens]. `query` [batch, heads, 1, dim] gives the heads, type and device. None: no
+    token is hidden.
     """
     (batch, kv_heads, count), heads = positions.shape, query.shape[1]
     is_repeated = repeated(positions)
@@ -114,8 +110,7 @@ class Call:
         return self.stock(self.module, self.query, key, value, mask, **self.options)
 
     def run_chosen(self, gathered: Gathered, length: int, weighed: bool) -> tuple[Output, Floats | None]:
-        """Return the output for the gathered rows of a context of `length` tokens and, if `weighed`, the attention
-        weights.
+        """Return the output for the gathered rows of a context of `length` tokens and, if `weighed`, the attention weights.
 
         It avoids cuDNN, which takes about 20 ms to plan for each new number of keys, so in every layer.
         """
@@ -129,7 +124,6 @@ class Call:
         return output, _weights(self, keys, mask, output[1]) if weighed else None
 
     def arrays(self, with_queries: bool = True) -> tuple[Floats, NDArray[Any], NDArray[Any]]:
-        """Return the queries as float32, or none of them, the keys and the values."""
         queries = self.query if with_queries else self.query[:, :, :0]
         return as_array(queries.float().contiguous()), as_array(self.key), as_array(self.value)
 
@@ -159,7 +153,6 @@ def with_unseen(output: torch.Tensor, shares: Floats, values: Floats) -> torch.T
 
 
 def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights: torch.Tensor | None) -> Floats:
-    """Return attention weights [batch, heads, k]: the model's own, or recomputed if it returns none."""
     if weights is None:
         batch, heads, _, dim = call.query.shape
         grouped = call.query.float().view(batch, keys.shape[1], -1, dim)
@@ -174,9 +167,7 @@ def _weights(call: Call, keys: torch.Tensor, mask: torch.Tensor | None, weights:
 
 
 class TorchFastTier:
-    """A `FastTier` of up to `pages` pages of `dtype` on a torch `device`; the first page that is put sets the page
-    size.
-    """
+    """A `FastTier` of up to `pages` pages on a torch `device`, with one LRU order for all layers."""
 
     def __init__(self, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages, self.dtype, self.device = pages, dtype, device
@@ -186,14 +177,12 @@ class TorchFastTier:
         self._values: torch.Tensor | None = None
 
     def have(self, layer: int, pages: Int64s) -> Flags:
-        """Return which of `pages` are cached, and mark them as used."""
         found = np.array([(layer, page) in self._slots for page in pages.tolist()], np.bool_)
         for page in pages[found].tolist():
             self._slots.move_to_end((layer, page))
         return found
 
     def put(self, layer: int, pages: Int64s, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Copy pages [n, kv_heads, page_tokens, dim] over the least recently used; ValueError if there are too many."""
         if len(pages) > self.pages:
             raise ValueError(f"pages: must be at most {self.pages} at once, not {len(pages)}")
         slots = torch.tensor([self._slot(layer, page) for page in pages.tolist()], dtype=torch.int64, device=self.device)
@@ -201,11 +190,6 @@ class TorchFastTier:
         self._values = self._write(self._values, slots, values)
 
     def rows(self, layer: int, pages: Int64s, offsets: Int64s) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values [batch, kv_heads, k, dim] on the device, of the rows `offsets` in `pages`, both [...,
-        k].
-
-        ValueError: a page of the same gather was evicted.
-        """
         used, where = np.unique(pages, return_inverse=True)
         missing = [page for page in used.tolist() if (layer, page) not in self._slots]
         if missing or self._keys is None or self._values is None:

@@ -7,13 +7,10 @@ from typing import Any
 
 from llmcache.errors import MissingRequirement
 
-OLDEST = (4, 56)
-"""The first supported version: from 4.56 on, caches consist of layers that are initialized late."""
-FIRST_UNKNOWN = (6, 0)
-"""The first untested version: a new major version removes what the previous one deprecates."""
+OLDEST = (4, 56)  # the first supported version: from 4.56 on, caches consist of layers that are initialized late
+FIRST_UNKNOWN = (6, 0)  # the first untested version: a new major version removes deprecated interfaces
 
-CACHE_ARGUMENT_SINCE = (5, 24)
-"""The first version whose models take the cache as `cache` and deprecate `past_key_values`."""
+CACHE_ARGUMENT_SINCE = (5, 24)  # the first version whose models take the cache as `cache` and deprecate `past_key_values`
 
 _HINT = "pip install 'llmcache-toolkit[transformers]' (torch for CPUs only: from download.pytorch.org/whl/cpu)"
 

@@ -1,4 +1,4 @@
-"""The DCI-tree (M-DCI): a hierarchy of keys that finds those with the largest products without a scan of all.
+"""The DCI-tree (M-DCI), which finds the keys with the largest products without a scan of all.
 
 Source: icecache.txt, sections 3.3 and 4, algorithms 1 to 4.
 """

@@ -57,8 +57,7 @@ _START = struct.Struct("<8sIII")
 _ALIGN = 64
 _HINT = "delete it: the index is rebuilt from the keys"
 
-Place = tuple[int, ...]
-"""The layer, sequence and head of an index."""
+Place = tuple[int, ...]  # the layer, sequence and head of an index
 
 
 def path_of(spill: Path) -> Path:
@@ -67,10 +66,7 @@ def path_of(spill: Path) -> Path:
 
 
 def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[str, Any]) -> None:
-    """Write `indexes`, by their places, to `path` atomically; MissingRequirement if that fails.
-
-    `identity` is a dict for JSON that must be the same on a restore.
-    """
+    """Write `indexes`, by their places, atomically; a restore needs the same `identity`. MissingRequirement."""
     entries, arrays, at = [], [], 0
     for place, index in indexes.items():
         tree, described = trimmed(index.tree), {}
@@ -90,7 +86,7 @@ def save_indexes(path: Path, indexes: Mapping[Any, DciIndex], identity: Mapping[
 
 
 def load_indexes(path: Path, identity: Mapping[str, Any]) -> dict[Place, DciIndex]:
-    """Return the indexes that `save_indexes` has written. DataError: damaged, of another version, or of another spill file.
+    """Return the indexes in a file of `save_indexes`. DataError: damaged, of another version, or of another spill file.
 
     MissingRequirement: the file does not exist, or cannot be read.
     """

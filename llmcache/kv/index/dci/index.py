@@ -1,9 +1,7 @@
 """DciIndex: the DCI-tree of one key head, its settings, and the transformation of keys.
 
-Source: icecache.txt, section 4.2, equations 2 and 3. With s a power of two, rows are k / s and lifts are sqrt(c^2 - |k|^2) /
-s. Products of such rows have the same order as the paper's, and keys need not be rewritten when c grows.
-
-Any number of threads may query an index while no thread changes it; the policies ensure this with one job per head.
+Source: icecache.txt, section 4.2, equations 2 and 3. Rows are k / s and lifts sqrt(c^2 - |k|^2) / s, where s is a power
+of two. Their products have the order of the paper's, and keys are not rewritten when c grows.
 """
 
 from __future__ import annotations
@@ -42,14 +40,10 @@ from llmcache.kv.index.dci.tree import (
     with_room,
 )
 
-CHUNK = 4096
-"""Keys that a build converts to float32 at a time."""
-HEADROOM = 1.125
-"""Factor of c over the largest norm when c has to grow: lifts are recomputed, parents stay."""
-LARGEST = 2.0**15
-"""Limit of numbers stored as fp16, whose largest is 65504."""
-LEAST = 1e-30
-"""c if all keys are zero."""
+CHUNK = 4096  # keys that a build converts to float32 at a time
+HEADROOM = 1.125  # factor of c over the largest norm when c has to grow: lifts are recomputed, parents stay
+LARGEST = 2.0**15  # limit of numbers stored as fp16, whose largest is 65504
+LEAST = 1e-30  # c if all keys are zero
 ROOM = 10
 """Initially, c / s is at most 2^ROOM: fp16 keeps its precision far below LARGEST, and c may grow by 2^5 before s must."""
 
@@ -59,15 +53,15 @@ class DciSettings:
     """Settings for the construction and the queries of a tree.
 
     `promotion` is the paper's r; `first_promotion` is that of the lowest level, whose nodes should fill pages.
-    `field_of_view`: nodes that a query opens per level; `visit`: limit of the visited keys per level as a share of all keys,
-    plus `visit_each` for each requested key. `build_view`: field of view of the search for a parent; 0: all. `simple`,
-    `composite`: indices of P-DCI; `retrieve`: share of a node's keys (at least k) that P-DCI passes on to exact products; 1:
-    all, without random directions. `margin`: a query leaves a level early if the points below the next node would have to
-    exceed the visited ones by this many standard deviations to be among the best; infinity: never.
+    `field_of_view`: nodes that a query opens per level; `visit`: limit of the visited keys per level as a share of all
+    keys, plus `visit_each` for each requested key. `build_view`: field of view of the search for a parent; 0: all.
+    `simple`, `composite`: indices of P-DCI; `retrieve`: share of a node's keys (at least k) that P-DCI passes on to exact
+    products; 1: all, without random directions. `margin`: a query leaves a level if the points below the next node would
+    have to exceed the visited ones by this many standard deviations; infinity: never.
 
-    Differs from the paper: a query opens a limited number of nodes and stops early by `margin`; it visits 1.5 % instead of
-    2.1 % of 256 Ki keys, at the same recall. By default, a query visits all keys of a node: at 64 Ki clustered keys, with
-    one projection and 0.8, a query takes 1.9 times as long, and recall falls from 0.94 to 0.88.
+    Differs from the paper: with `field_of_view` and `margin`, a query visits 1.5 % instead of 2.1 % of 256 Ki keys at the
+    same recall. All keys of a node are visited: with one projection and 0.8, a query on 64 Ki clustered keys takes 1.9
+    times as long, and recall falls from 0.94 to 0.88.
 
     Source: icecache.txt, sections 3.3 and 4.2, algorithms 2 and 4.
     """
@@ -123,7 +117,6 @@ class Scale:
             self.unit = float(2.0 ** (np.ceil(np.log2(self.bound)) - ROOM))
 
     def rows(self, keys: Floats) -> NDArray[np.uint16]:
-        """Return the bits of keys [..., dim] as fp16."""
         bits: NDArray[np.uint16] = (keys * np.float32(1 / self.unit)).astype(np.float16).view(np.uint16)
         return bits
 
@@ -136,7 +129,7 @@ class Scale:
 
 
 class Nearest(NamedTuple):
-    """The result of a query, best first: `tokens`, `slots` and `scores` [k]; the number of computed products."""
+    """The result of a query, best first: arrays [k], and the number of computed products."""
 
     tokens: Int64s
     scores: Floats
@@ -145,14 +138,14 @@ class Nearest(NamedTuple):
 
 
 class DciIndex:
-    """An index of keys of `dim` numbers, of tokens from number `base` on.
+    """An index of keys of `dim` numbers, of tokens from number `base` on. Threads may query it while no thread changes it.
 
-    Memory (`size_bytes`): 2 dim + 13 bytes per slot, 4 more for each random direction, and 4 bytes per token, plus up to a
-    quarter for growth. Measured: 340 bytes per key of 128 numbers.
+    Memory: 2 dim + 13 bytes per slot, 4 more for each random direction, and 4 bytes per token, plus up to a quarter for
+    growth. Measured: 340 bytes per key of 128 numbers.
 
-    Differs from the paper: the parent of a key is searched one level above its own, as section 4.2 says; algorithms 1 and 2
-    search the key's own level. A key promoted above all levels starts a single new level. A key is on its own level only, so
-    a query returns the best of all levels it has visited. c may grow without a change of the tree.
+    Differs from the paper: the parent of a key is searched one level above its own, as section 4.2 says (algorithms 1 and
+    2: on its own level). A key promoted above all levels starts a single new level. A key is on its own level only, so a
+    query returns the best of all levels.
     """
 
     def __init__(self, dim: int, settings: DciSettings | None = None, base: int = 0) -> None:
@@ -185,7 +178,7 @@ class DciIndex:
         return levels
 
     def insert(self, keys: Floats, tokens: Int64s) -> None:
-        """Add `keys` [n, dim], float32, of `tokens` [n], ascending and not in the index.
+        """Add `keys` [n, dim], float32, of `tokens` [n], ascending.
 
         ValueError: a key is not finite, or a token is in the index or before `base`.
         """
@@ -319,7 +312,7 @@ class DciIndex:
         ]
 
     def remove(self, tokens: Int64s) -> None:
-        """Remove tokens. ValueError: a token is not in the index; nothing has changed."""
+        """Remove tokens. ValueError, without an effect: a token is not in the index."""
         base = int(self.tree.state[BASE])
         inside = (tokens >= base) & (tokens - base < len(self.tree.where))
         if not inside.all() or (self.tree.where[tokens - base] < 0).any() or len(np.unique(tokens)) < len(tokens):
@@ -335,16 +328,11 @@ class DciIndex:
 
 
 class _Rooms(threading.local):
-    """Buffers for a query, kept by each thread."""
-
     def __init__(self) -> None:
         self._arrays: tuple[NDArray[np.generic], ...] = ()
 
     def fit(self, points: int, k: int) -> tuple[NDArray[np.generic], ...]:
-        """Return buffers for scores, slots, nodes, their parents' scores, keys, rest, places and the k best.
-
-        `points`: the size of the tree.
-        """
+        """Return buffers for scores, slots, nodes, their parents' scores, keys, rest, places and the k best."""
         if not self._arrays or len(self._arrays[2]) < points + 1 or len(self._arrays[-1]) < k:
             size = points + points // 4 + 1
             types = (np.float32, np.int32, np.int32, np.float32, np.uint32, np.uint32, np.int32)

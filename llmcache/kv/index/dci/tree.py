@@ -1,14 +1,14 @@
 """The DCI-tree of one key head: its arrays, their growth, and the compiled loops that query and change it.
 
-A point (a key) is in one slot; `page_slots` slots are a page; a chain of pages is a node, which contains the points with the
-same parent. A point above the lowest level owns the node below it. Node 0 is the root. Levels count from 1, the lowest.
+A point (a key) is in one slot; `page_slots` slots are a page; a chain of pages is a node, which contains the points with
+the same parent. A point above the lowest level owns the node below it. Node 0 is the root. Levels count from 1, the
+lowest.
 
-A query is algorithm 4. Points are added by algorithm 1, lines 28 to 35; the caller has found the parents and reserved room
-(`with_room`). Many keys at once are laid out by algorithm 2. Differs from the paper: from the top down, each key can choose
-among all parents of the next level; the paper's loop adds keys in the order of tokens.
+A query is algorithm 4. Points are added by algorithm 1, lines 28 to 35, after the caller has found the parents and
+reserved room (`with_room`). Many keys at once are laid out by algorithm 2. Differs from the paper: from the top down,
+each key can choose among all parents of the next level; the paper adds keys in the order of tokens.
 
-numba's cache depends on the date of this file only, so the indexes of array fields are here; the loops call only `widened`,
-`select` and `sort` in other files.
+numba's cache depends on the date of this file only, so the loops call only `widened`, `select` and `sort` in other files.
 """
 
 from __future__ import annotations
@@ -35,16 +35,11 @@ HEAD, OWNER, LEVEL, SIZE = range(4)
 """Indexes in `Tree.state`: levels, pages and nodes ever used, heads of the free lists, points, the number of the first
 possible token, slots per page, numbers per key, pages in use. Then those of `Tree.pages` and `Tree.nodes`."""
 
-EVERY_LEVEL = 0
-"""As a target: find points of all levels (the paper's -1)."""
-RECORD = 4
-"""Numbers in the record of a page or node."""
-FIRST = 512
-"""Points to visit before the first check whether the rest is hopeless; doubled for each further check."""
-LINE = 32
-"""fp16 numbers in a cache line."""
-ALL = np.iinfo(np.int64).max
-"""As a field of view or as keys to visit: no limit."""
+EVERY_LEVEL = 0  # as a target: find points of all levels (the paper's -1)
+RECORD = 4  # numbers in the record of a page or node
+FIRST = 512  # points to visit before the first check whether the rest is hopeless; doubled for each further check
+LINE = 32  # fp16 numbers in a cache line
+ALL = np.iinfo(np.int64).max  # as a field of view or as keys to visit: no limit
 
 Ints = NDArray[np.int32]
 
@@ -52,29 +47,21 @@ Ints = NDArray[np.int32]
 class Tree(NamedTuple):
     """Arrays by slot, by page, by node, by token, and of the whole tree."""
 
-    rows: NDArray[np.uint16]
-    """[slots * dim] keys / s, the bits of fp16; s is a power of two, so that no precision is lost."""
-    lifts: Floats
-    """[slots] the last coordinate of equation 2, times c / s."""
-    tokens: Ints
-    """[slots] token numbers."""
-    children: Ints
-    """[slots] the node below the point, or NONE."""
-    projections: Floats
-    """[slots * directions] products with the random directions of P-DCI."""
+    rows: NDArray[np.uint16]  # [slots * dim] keys / s, the bits of fp16; s is a power of two, so that no precision is lost
+    lifts: Floats  # [slots] the last coordinate of equation 2, times c / s
+    tokens: Ints  # [slots] token numbers
+    children: Ints  # [slots] the node below the point, or NONE
+    projections: Floats  # [slots * directions] products with the random directions of P-DCI
     pages: Ints
     """[pages, 4] COUNT: slots in use, from the first; FOLLOW: the next page of the node (or free list), or NONE; HOME: the
     node. One record per page, so that a query reads it with one cache miss."""
     nodes: Ints
     """[nodes, 4] HEAD: the first page, or NONE (in the free list, the next node); OWNER: the token of the point above, NONE
     for the root and free nodes; LEVEL: that of its points, 0 for free nodes; SIZE: number of points."""
-    where: Ints
-    """[tokens] the slot of token BASE + i, or NONE."""
-    population: Int64s
-    """[MAX_LEVELS + 1] number of points on each level."""
+    where: Ints  # [tokens] the slot of token BASE + i, or NONE
+    population: Int64s  # [MAX_LEVELS + 1] number of points on each level
     state: Int64s
-    directions: Floats
-    """[simple * composite, dim + 1] random unit vectors."""
+    directions: Floats  # [simple * composite, dim + 1] random unit vectors
 
 
 _TYPES: dict[str, Any] = {"rows": np.uint16, "lifts": np.float32, "projections": np.float32}
@@ -93,7 +80,6 @@ def empty_tree(dim: int, page_slots: int, base: int, directions: Floats) -> Tree
 
 
 def sizes_of(tree: Tree, pages: int, nodes: int, tokens: int) -> dict[str, int]:
-    """Return the lengths of the arrays of a tree."""
     slots = pages * int(tree.state[SLOTS])
     sizes = {"rows": slots * int(tree.state[DIM]), "projections": slots * len(tree.directions)}
     return {**sizes, "lifts": slots, "tokens": slots, "children": slots, "pages": pages, "nodes": nodes, "where": tokens}
@@ -117,7 +103,6 @@ def with_room(tree: Tree, pages: int, nodes: int, last: int) -> Tree:
 
 
 def trimmed(tree: Tree) -> Tree:
-    """Return the tree without unused room, for a file."""
     used = np.flatnonzero(tree.where >= 0)
     sizes = sizes_of(tree, int(tree.state[PAGES]), int(tree.state[NODES]), int(used[-1]) + 1 if len(used) else 0)
     return tree._replace(**{name: getattr(tree, name)[:size] for name, size in sizes.items()})
@@ -133,7 +118,7 @@ def compiled(function: Any) -> Any:
 
 
 def part(function: Any) -> Any:
-    """Return `function` for use in compiled functions only, because a separate compilation takes twice as long."""
+    """Return `function` for compiled functions only, because a separate compilation takes twice as long."""
     return numba.extending.register_jitable(**OPTIONS)(function)
 
 
@@ -155,7 +140,6 @@ def fetch_ahead(typing_context: Any, array: Any, index: Any) -> Any:
 
 @part
 def fetch_page(rows, children, pages, page, slots, dim):  # type: ignore[no-untyped-def]
-    """Prefetch a page."""
     fetch_ahead(children, page * slots)
     first = page * slots * dim
     for at in range(first, first + pages[page, COUNT] * dim, LINE):
@@ -164,7 +148,6 @@ def fetch_page(rows, children, pages, page, slots, dim):  # type: ignore[no-unty
 
 @part
 def product(rows, index, key):  # type: ignore[no-untyped-def]
-    """Return the product of a key and row `index` of fp16 numbers."""
     at = np.uint64(index * key.size)
     total = np.float32(0)
     for j in range(key.size):
@@ -196,7 +179,6 @@ def similarity(tree, slot, key, lift):  # type: ignore[no-untyped-def]
 
 @part
 def unpacked(rows, index, dim):  # type: ignore[no-untyped-def]
-    """Return row `index` of fp16 numbers as float32."""
     key = np.empty(dim, np.float32)
     for j in range(dim):
         key[j] = widened(rows[index * dim + j])
@@ -281,7 +263,7 @@ def bound(tree, slot, projected, simple):  # type: ignore[no-untyped-def]
 def prioritized(tree, node, key, lift, projected, simple, take, scores, slots, count):  # type: ignore[no-untyped-def]
     """Append the `take` points of a node with the smallest bounds: Prioritized-DCI-Query.
 
-    Differs from the source (Li & Malik, 2017): the points are chosen from all bounds of the node, not from sorted lists.
+    Differs from the source (Li & Malik, 2017): points are chosen from all bounds of the node, not from sorted lists.
     """
     take = min(take, tree.nodes[node, SIZE])
     bounds, places = scores[count:], slots[count:]
@@ -322,7 +304,7 @@ def heap_of(tree, scores, slots, start, count, half):  # type: ignore[no-untyped
 
 @part
 def opened(tree, heap, heap_slots, left, width, limits, batch, nodes, above):  # type: ignore[no-untyped-def]
-    """Pop the best of `left` points off a heap and open the nodes below them until these have `batch` points.
+    """Open the nodes below the best of `left` points of a heap until these have `batch` points.
 
     `limits`: nodes, points. Returns how many points are left (0 at a limit), and the new width.
     """
@@ -416,7 +398,6 @@ def note_spread(tree, nodes, above, scores, spread):  # type: ignore[no-untyped-
 
 @part
 def projection(direction, key, lift):  # type: ignore[no-untyped-def]
-    """Return the product of a transformed key with a random direction."""
     total = lift * direction[key.size]
     for j in range(key.size):
         total += direction[j] * key[j]
@@ -454,7 +435,6 @@ def ask(tree, keys, lifts, target, limits, share, scratch, found):  # type: igno
 
 @part
 def new_page(tree, node):  # type: ignore[no-untyped-def]
-    """Add an empty page to the front of a node's chain and return it."""
     state = tree.state
     page = state[FREE_PAGE]
     if page == NONE:
@@ -471,7 +451,6 @@ def new_page(tree, node):  # type: ignore[no-untyped-def]
 
 @part
 def free_page(tree, page):  # type: ignore[no-untyped-def]
-    """Remove a page from the chain of its node."""
     node, after = tree.pages[page, HOME], tree.pages[page, FOLLOW]
     if tree.nodes[node, HEAD] == page:
         tree.nodes[node, HEAD] = after
@@ -488,7 +467,6 @@ def free_page(tree, page):  # type: ignore[no-untyped-def]
 
 @part
 def new_node(tree, owner, level):  # type: ignore[no-untyped-def]
-    """Return an empty node for points of `level` below the point of token `owner`."""
     node = tree.state[FREE_NODE]
     if node == NONE:
         node = tree.state[NODES]
@@ -501,7 +479,6 @@ def new_node(tree, owner, level):  # type: ignore[no-untyped-def]
 
 @part
 def free_node(tree, node):  # type: ignore[no-untyped-def]
-    """Free a node without pages."""
     tree.nodes[node, OWNER], tree.nodes[node, LEVEL], tree.nodes[node, SIZE] = NONE, 0, 0
     tree.nodes[node, HEAD] = tree.state[FREE_NODE]
     tree.state[FREE_NODE] = node
@@ -509,7 +486,6 @@ def free_node(tree, node):  # type: ignore[no-untyped-def]
 
 @part
 def place(tree, slot, bits, index, lift, token, child):  # type: ignore[no-untyped-def]
-    """Write a point to a slot; `index` is its row in `bits`."""
     dim = tree.state[DIM]
     for j in range(dim):
         tree.rows[slot * dim + j] = bits[index * dim + j]
@@ -519,7 +495,6 @@ def place(tree, slot, bits, index, lift, token, child):  # type: ignore[no-untyp
 
 @part
 def project(tree, slot, key):  # type: ignore[no-untyped-def]
-    """Write the products of the point in a slot with the random directions."""
     count = tree.directions.shape[0]
     for index in range(count):
         tree.projections[slot * count + index] = projection(tree.directions[index], key, tree.lifts[slot])
@@ -527,7 +502,6 @@ def project(tree, slot, key):  # type: ignore[no-untyped-def]
 
 @part
 def move(tree, old, new):  # type: ignore[no-untyped-def]
-    """Copy a point to another slot."""
     count = tree.directions.shape[0]
     place(tree, new, tree.rows, old, tree.lifts[old], tree.tokens[old], tree.children[old])
     for index in range(count):
@@ -591,7 +565,6 @@ def attach(tree, bits, lifts, tokens, level, nodes):  # type: ignore[no-untyped-
 
 @part
 def add(tree, node, bits, index, dim, lift, token, child):  # type: ignore[no-untyped-def]
-    """Add a point to a node."""
     key = unpacked(bits, index, dim)
     page = page_for(tree, node, key, lift)
     slot = page * tree.state[SLOTS] + tree.pages[page, COUNT]
@@ -682,7 +655,6 @@ def take_away(tree, token):  # type: ignore[no-untyped-def]
 
 @part
 def drop_level(tree, level):  # type: ignore[no-untyped-def]
-    """Remove an empty level, and free the nodes on the lowest level."""
     state = tree.state
     for node in range(state[NODES]):
         if tree.nodes[node, LEVEL] == level == 1 and node != ROOT:
@@ -699,7 +671,6 @@ def drop_level(tree, level):  # type: ignore[no-untyped-def]
 
 @compiled
 def slots_of(tree, node):  # type: ignore[no-untyped-def]
-    """Return the slots of the points of a node."""
     slots = np.empty(tree.nodes[node, SIZE], np.int32)
     seen, page = 0, tree.nodes[node, HEAD]
     while page != NONE:
@@ -741,7 +712,6 @@ def lay(tree, level, members, ends, nodes, bits, lifts, tokens):  # type: ignore
 
 @part
 def fill(tree, node, level, members, bits, lifts, tokens):  # type: ignore[no-untyped-def]
-    """Write the points of a node to new pages."""
     slots, dim, first = tree.state[SLOTS], tree.state[DIM], tree.state[PAGES]
     pages = -(-members.size // slots)
     for page in range(first, first + pages):
