@@ -1,10 +1,9 @@
 """Judge the claims of papers by our numbers.
 
-A file of each paper has its claims: the quote, its section, and the rule of the verdict. Code computes our values, named by
-claim and variant, without knowing the verdicts. The judge applies the rules and prints the values by name, so that page,
-table and JSON document agree.
+NAME.toml has the claims of a paper. Modules compute our values by claim and variant without reading the rules; `judge` then
+applies the rules. The printed values are those that the rules used.
 
-    [[claim."figure 10"]]                # topic: claims are judged, counted and shown by topic
+    [[claim."figure 10"]]                # topic
     name = "up-to-8.56"
     section = "abstract"
     quote = "up to 8.56× speedup over baselines"
@@ -57,7 +56,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper with its rule in words, and the conditions for confirmed and partly confirmed.
+    """A sentence of a paper, its rule in words, and the conditions.
 
     `paper`: the printed number; None for a claim in words. `template`: for our number next to it.
     """
@@ -82,7 +81,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict of our numbers on one variant of a claim."""
+    """The verdict on one variant of a claim."""
 
     verdict: Verdict
     words: str
@@ -91,7 +90,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with its findings, by variant."""
+    """A claim with its findings by variant."""
 
     claim: Claim
     findings: Mapping[str, Finding]
@@ -115,7 +114,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Paper:
-    """A file of `llmcache/papers`: bibliographic data, the kind of our values by topic, and the claims.
+    """A file `NAME.toml`: bibliographic data, the kind of our values by topic, and the claims.
 
     `rules`: for claims about numbers, by name. `data`: the remaining contents of the file.
     """
@@ -131,7 +130,6 @@ class Paper:
 
 
 def read_paper(name: str) -> Paper:
-    """Return the paper in `llmcache/papers/NAME.toml`."""
     data = tomllib.loads((PAPERS / f"{name}.toml").read_text())
     rules: dict[str, dict[str, str]] = data.pop("rule", {})
     rows = {about: [row | rules.get(row["rule"], {}) for row in rows] for about, rows in data.pop("claim").items()}
@@ -142,7 +140,7 @@ def read_paper(name: str) -> Paper:
 
 
 def holds(condition: str, values: Values) -> bool:
-    """Return True if `condition` is true of `values`; ValueError if it is invalid."""
+    """Return whether `condition` is true of `values`; ValueError if it is invalid."""
     return any(all(_compared(term, values) for term in part.split(" and ")) for part in condition.split(" or "))
 
 
@@ -155,7 +153,7 @@ def _compared(term: str, values: Values) -> bool:
 
 
 def judge(paper: Paper, ours: Ours, facts: Mapping[str, object] | None = None) -> dict[str, list[Judged]]:
-    """Return the claims with our findings, by topic; topics that were not measured are left out.
+    """Return the claims with findings, by topic; topics without measurements are omitted.
 
     `facts`: numbers for the templates of reasons. KeyError if a claim of a measured topic has no values.
     """
@@ -188,12 +186,11 @@ def _number(claim: Claim, paper: float, ours: float) -> Finding:
 
 
 def alone(variant: str, claims: Mapping[str, Values]) -> dict[str, dict[str, Values]]:
-    """Return our values for claims that have only one `variant`."""
     return {name: {variant: values} for name, values in claims.items()}
 
 
 def values_text(values: Values) -> str:
-    """Return `values` as text: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
+    """Return text such as "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
     return "; ".join(_value_text(name.replace("_", " "), value) for name, value in values.items())
 
 

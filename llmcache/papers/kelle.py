@@ -1,8 +1,7 @@
 """Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing, recomputed.
 
 T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Every number is modelled, from constants in the paper and
-named public ones; otherwise its claim says so. Figures 13 to 16 have no numbers, so only the text about them is judged
-(`kelle.toml`).
+public ones. Figures 13 to 16 print no numbers, so only the text about them is judged (`kelle.toml`).
 """
 
 from __future__ import annotations
@@ -73,25 +72,21 @@ CELL_UM2 = 0.525  # a 6T cell at 65 nm
 MODES = {"first principles": "first-principles", "declared recomputation": "declared"}
 BOTH = "paper, declared recomputation"
 
-
 LATENCY, ENERGY = 0, 1
 Cost = NDArray[np.float64]
 """Latency (s) and energy (J), or the ratios of both between two systems."""
 
 
 def same(system: AcceleratorSystem) -> AcceleratorSystem:
-    """Return `system` unchanged."""
     return system
 
 
 def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
-    """Return a changed copy."""
     return replace(system, hardware=replace(system.hardware, **changes))
 
 
 @cache
 def outcomes(*configurations: Configuration) -> tuple[Outcome, ...]:
-    """Return the modelled costs of `configurations`, evaluated together and cached."""
     return tuple(evaluate(configurations))
 
 
@@ -102,7 +97,7 @@ def costs(
     recompute: str = "first-principles",
     change: Change = same,
 ) -> dict[str, Cost]:
-    """Return the cost of each of the five systems; `change` applies to all but the baseline."""
+    """Return the cost of each of the five systems; `change` is not applied to the baseline."""
     systems = {name: system.with_recompute(recompute) for name, system in SYSTEMS.items()}
     systems = {name: system if name == BASELINE else change(system) for name, system in systems.items()}
     found = outcomes(*(Configuration(MODELS[model], workload, system, profile) for system in systems.values()))
@@ -110,7 +105,7 @@ def costs(
 
 
 def gains(model: str, workload: GenerationWorkload, *more: Any, **options: Any) -> dict[str, Cost]:
-    """Return speed-up and efficiency of each system against Original+SRAM; arguments as for `costs`."""
+    """Return speed-up and efficiency of each system against the baseline; arguments as for `costs`."""
     found = costs(model, workload, *more, **options)
     return {name: found[BASELINE] / cost for name, cost in found.items()}
 
@@ -128,7 +123,7 @@ WITH_MODES = ("kelle", "aerp")
 
 
 def mean_gains(profile: Profile, recompute: str = "first-principles", change: Change = same) -> dict[str, list[float]]:
-    """Return the mean gains of `PARTS` in latency and energy."""
+    """Return the mean gains of `PARTS`: latency, energy."""
     found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
     return {
         name: [mean(column) for column in zip(*(of[over] / of[part] for of in found), strict=True)]
@@ -137,19 +132,16 @@ def mean_gains(profile: Profile, recompute: str = "first-principles", change: Ch
 
 
 def of_all(system: AcceleratorSystem, profile: Profile) -> tuple[Outcome, ...]:
-    """Return the costs over all models and tasks."""
     return outcomes(
         *(Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS)
     )
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of `values`."""
     return float(np.mean(list(values)))
 
 
 def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
-    """Return a measure for each profile."""
     return {name: measure(profile) for name, profile in PROFILES.items()}
 
 
@@ -157,7 +149,7 @@ def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
 
 
 def chip() -> dict[str, float | Values]:
-    """Return the values for table 1, section 8, and their consequences."""
+    """Return the values for table 1 and section 8."""
     ours, sram = area_of(OURSELF), area_of(SYSTEMS[BASELINE])
     platform = platform_mm2()
     edram_8mb = (platform - SRAM_4MB.area_mm2 + 2 * EDRAM_4MB.area_mm2) / (platform + SRAM_4MB.area_mm2)
@@ -182,7 +174,6 @@ def chip() -> dict[str, float | Values]:
 
 
 def platform_mm2() -> float:
-    """Return the area of the chip of section 3.1 with 4 MB of SRAM."""
     return CHIP.area_shares[0] * CHIP.area_mm2 + CHIP.area_shares[3] * CHIP.area_mm2 + SRAM_4MB.area_mm2
 
 
@@ -231,13 +222,13 @@ def algorithm() -> dict[str, float | Values]:
 
 
 def step_lifetimes_ns() -> tuple[float, float]:
-    """Return the lifetimes of activations: sequential, and scheduled by Kelle."""
+    """Return the lifetimes of activations in the baseline, and with Kelle's scheduler."""
     times = access_ns(Configuration(LLAMA, PG19, OURSELF))
     return sum(one_after_the_other(*times)), sum(at_the_same_time(*times))
 
 
 def recompute_s() -> float:
-    """Return the time of K and V of a token in one layer."""
+    """Return the time to recompute K and V of a token in one layer."""
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     return macs / (EDRAM_HARDWARE.array_rows**2 * EDRAM_HARDWARE.clock_hz * EDRAM_HARDWARE.macs_per_pe / PASSES_16_BY_8)
 
@@ -246,7 +237,6 @@ def recompute_s() -> float:
 
 
 def averages() -> dict[str, float | Values]:
-    """Return the values for the mean gains of each part, and their bounds."""
     energy = {name: mean_gains(profile) for name, profile in PROFILES.items()}
     energy[BOTH] = mean_gains(PAPER, "declared")
     latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}
@@ -373,7 +363,7 @@ POWERS: dict[str, tuple[str, ...]] = {
 
 
 def experiments() -> dict[str, float | Values]:
-    """Return the values for sections 3 and 8.3, and the chip's power."""
+    """Return the values for sections 3 and 8.3."""
     chains = {name: of_all(OURSELF, profile) for name, profile in PROFILES.items()}
     return {
         **_motivation(),
@@ -392,12 +382,11 @@ def experiments() -> dict[str, float | Values]:
 
 
 def part_w(outcome: Outcome, prefixes: tuple[str, ...]) -> float:
-    """Return the mean power of some components."""
     return sum(value for name, value in outcome.energies_j.items() if name.startswith(prefixes)) / outcome.latency_s
 
 
 def chip_w(outcome: Outcome) -> float:
-    """Return the mean power of the chip, without DRAM."""
+    """Return the mean power without DRAM."""
     return sum(value for name, value in outcome.energies_j.items() if not name.startswith("dram_")) / outcome.latency_s
 
 
@@ -513,7 +502,6 @@ def _half_bandwidth() -> dict[str, float | Values]:
 
 
 def facts() -> dict[str, Any]:
-    """Return the numbers for templates."""
     apart, together = step_lifetimes_ns()
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     platform = platform_mm2()
@@ -536,7 +524,6 @@ def facts() -> dict[str, Any]:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed; `quick` has no effect."""
     progress("modelling the accelerator")
     paper = read_paper("kelle")
     claims, found = tables(paper)

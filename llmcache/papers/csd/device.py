@@ -41,7 +41,7 @@ FULL_NAP_S = 50e-6
 
 
 class Device:
-    """Executes the commands that arrive on a pipe, one at a time."""
+    """Executes commands, one at a time."""
 
     def __init__(self, end: Connection, shared: Shared) -> None:
         self._end, self._shared = end, shared
@@ -238,7 +238,6 @@ class Device:
 
 
 def main(argv: list[str]) -> int:
-    """Run the device on two inherited descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host handles Ctrl-C; the device ends with the host
     Device(Connection(int(argv[0])), Shared(int(argv[1]))).serve()
     return 0

@@ -236,7 +236,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Projections:
-    """W_K and W_V [channels, kv_heads * head_dim], their biases, and the rotation."""
+    """W_K and W_V [channels, kv_heads * head_dim], biases, and rotation."""
 
     key_weight: Floats
     value_weight: Floats
@@ -317,9 +317,9 @@ _KEY, _VALUE, _INPUT = range(3)
 
 
 class AerpLayer:
-    """Keys and values of a layer of one sequence, some of them stored as x.
+    """Keys and values of a layer of one sequence, some stored as x.
 
-    `layer` makes the losses of layers with one seed differ. ValueError names an argument that does not fit.
+    `layer` makes the losses of layers with one seed differ.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
 
 
 def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
-    """Return the distinct entries of a list separated by commas, or "all"; errors as for `named`."""
+    """Return the distinct entries of a list separated by commas, or "all"; UsageError as for `named`."""
     names = list(known) if text.strip().lower() == "all" else text.split(",")
     return list(dict.fromkeys(named(kind, known, name) for name in names))
 

@@ -1,6 +1,6 @@
 """`llmcache edram plot`: figures of a saved model or sweep, as a page, or one of them as PNG or SVG.
 
-The input comes from `llmcache edram model` and `sweep`; DataError names an invalid field.
+Functions that return a Figure must be called in `theme.style()`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from matplotlib.ticker import PercentFormatter
 
 from llmcache.documents import check_schema, from_json, invalid, read_json
 from llmcache.errors import UsageError
+from llmcache.papers.edram.accelerator import Roofline
 from llmcache.papers.edram.energy import KINDS
 from llmcache.papers.edram.tables import SCHEMA as MODEL_SCHEMA
 from llmcache.papers.edram.tables import SWEEP_SCHEMA, percent
@@ -30,10 +31,7 @@ NAMES = ("model", "workload", "system", "profile")
 
 @dataclass(frozen=True)
 class SavedResult:
-    """One result; `mean_interval_ns`: None without eDRAM.
-
-    `energies_j`: by component, empty in a sweep.
-    """
+    """One result; `mean_interval_ns`: None without eDRAM. `energies_j` by component, empty in a sweep."""
 
     model: str
     workload: str
@@ -54,31 +52,13 @@ class SavedResult:
 
 
 @dataclass(frozen=True)
-class RoofPoint:
-    """Operations per byte, and per second."""
-
-    name: str
-    intensity: float
-    ops_per_s: float
-
-
-@dataclass(frozen=True)
-class Roof:
-    """The limits and points of a roofline."""
-
-    peak_ops_per_s: float
-    dram_bytes_per_s: float
-    points: tuple[RoofPoint, ...]
-
-
-@dataclass(frozen=True)
 class Saved:
     """Results, and rooflines by system."""
 
     schema: str
     results: tuple[SavedResult, ...]
     baseline: str
-    rooflines: Mapping[str, Roof] = field(default_factory=dict)
+    rooflines: Mapping[str, Roofline] = field(default_factory=dict)
 
     @property
     def is_sweep(self) -> bool:
@@ -142,7 +122,6 @@ def look_of_system(system: str, place: int) -> Look:
 
 
 def energy_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return energy (kJ) by component. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
@@ -161,7 +140,6 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
 
 
 def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return speed-up and efficiency. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(1 + len(profiles))
     shown = [("Speed-up", "speedup", profiles[0])] + [
@@ -181,7 +159,6 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
 
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return the share of refresh. Call it in `theme.style()`."""
     of = [row for row in rows if row.mean_interval_ns is not None]
     profiles = list(dict.fromkeys(row.profile for row in of))
     systems = list(dict.fromkeys(row.system for row in of))
@@ -200,12 +177,10 @@ def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
     return figure
 
 
-def roofline_figure(roofs: Mapping[str, Roof]) -> Figure:
-    """Return rooflines (figure 16a). Call it in `theme.style()`."""
+def roofline_figure(roofs: Mapping[str, Roofline]) -> Figure:
     figure, axes = grid_of(len(roofs))
     for panel, (system, roof) in zip(axes, roofs.items(), strict=True):
-        ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
-        places = [point.intensity for point in roof.points] + [ridge]
+        places = [roof.ridge, *(point.intensity for point in roof.points)]
         spread = np.geomspace(min(places) / 2, max(places) * 2, 64)
         roofed = np.minimum(roof.peak_ops_per_s, spread * roof.dram_bytes_per_s)
         panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="limit of DRAM, then of the array")
@@ -223,7 +198,7 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return speed-up and efficiency over the axis that varies most. Call it in `theme.style()`."""
+    """Draw speed-up and efficiency over the axis that varies most."""
     along = varied_most(rows)
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row.system for row in rows}) == len(lines)
@@ -260,7 +235,6 @@ def _values(rows: Sequence[SavedResult], name: str) -> int:
 
 
 def lines_left_out(rows: Sequence[SavedResult]) -> int:
-    """Return the number of lines beyond `MOST_LINES`."""
     return max(0, len(_lines(rows, varied_most(rows))) - MOST_LINES)
 
 
@@ -304,10 +278,9 @@ class Drawing:
 
 
 def plot(source: str, output: str, what: str | None = None, force: bool = False) -> Written:
-    """Draw the document in the file `source`.
+    """Draw the document in the file `source`. `what`: the figure, unless the form is a page.
 
-    `what`: the figure, unless the form is a page. UsageError for an unsupported extension, an unknown figure, or an existing
-    file.
+    UsageError for an unsupported extension, an unknown figure, or an existing file.
     """
     form = form_of("-o", output, force)
     found = saved(read_json(source, HINT), source)
@@ -324,7 +297,6 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
-    """Return the figures that have data."""
     rows, baseline = found.results, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
@@ -350,7 +322,6 @@ def drawings(found: Saved) -> dict[str, Drawing]:
 
 
 def page(found: Saved, offered: dict[str, Drawing]) -> str:
-    """Return all figures as an HTML page. Call it in `theme.style()`."""
     first, many = found.results[0], f"{len(found.results):,} configurations"
     work = f"context {first.context:,.0f}, decode {first.decode:,.0f}, batch {first.batch:g}"
     which = many if found.is_sweep else f"{first.model}, {first.workload}: {work}"

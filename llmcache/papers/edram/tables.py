@@ -30,12 +30,11 @@ _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, 
 
 
 def joules(value: float) -> str:
-    """Return `value` with three digits: "1.14 mJ"."""
+    """Return text such as "1.14 mJ"."""
     return _with_prefix(value, "J")
 
 
 def watts(value: float) -> str:
-    """Return `value` with three digits: "25.3 W"."""
     return _with_prefix(value, "W")
 
 
@@ -50,12 +49,10 @@ def _with_prefix(value: float, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share (0..1) with three digits: "49.2%"."""
     return f"{100 * share:.3g}%"
 
 
 def times(value: float) -> str:
-    """Return a factor: "2.08×"."""
     return f"{value:.2f}×"
 
 
@@ -68,10 +65,7 @@ def compare(
     constants: str | None = None,
     **changes: int | None,
 ) -> list[Compared]:
-    """Return all systems for each profile in turn.
-
-    UsageError names an invalid option.
-    """
+    """Return all systems for each profile in turn; UsageError names an invalid option."""
     known = read_constants(constants)
     work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
     shape, systems = named("model", known.models, model), _systems(known, system, recompute)
@@ -101,7 +95,6 @@ def _systems(known: Catalogue, text: str, recompute: str | None) -> list[Acceler
 
 
 def show(rows: Sequence[Compared], as_json: bool) -> None:
-    """Print the result of `compare`."""
     output.show(as_json, lambda: document(rows), _parts(rows))
 
 
@@ -213,7 +206,6 @@ SWEPT_COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "fits")
 
 
 def document(rows: Sequence[Compared]) -> dict[str, Any]:
-    """Return the result of `compare` as JSON-ready values."""
     by_profile = _by_profile(rows)
     own = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
     first = rows[0].configuration
@@ -244,7 +236,6 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
 
 
 def row_values(row: Compared) -> dict[str, Any]:
-    """Return the totals of a result as JSON-ready values."""
     one, outcome = row.configuration, row.outcome
     return {
         "model": one.model.name,
@@ -274,7 +265,7 @@ def row_values(row: Compared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SweptSystems:
-    """Configurations with their costs; `seconds` is the computing time on this machine."""
+    """Configurations with their costs; `seconds` is the computing time."""
 
     rows: tuple[Compared, ...]
     baseline: str
@@ -297,10 +288,7 @@ def axes_of(
     constants: str | None,
     **numbers: Sequence[float],
 ) -> tuple[Axes, AcceleratorSystem]:
-    """Return the axes and the baseline system.
-
-    UsageError names an invalid option.
-    """
+    """Return the axes and the baseline system; UsageError names an invalid option."""
     known = read_constants(constants)
     models, workloads = listed("model", known.models, model), listed("workload", known.workloads, workload)
     profiles, systems = listed("profile", known.profiles, profile), _systems(known, system, recompute)
@@ -308,7 +296,6 @@ def axes_of(
 
 
 def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
-    """Print `sweep`."""
     output.show(as_json, lambda: sweep_document(sweep), _sweep_parts(sweep))
 
 
@@ -334,7 +321,6 @@ def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
 
 
 def sweep_document(sweep: SweptSystems) -> dict[str, Any]:
-    """Return `sweep` as JSON-ready values."""
     return {
         "schema": SWEEP_SCHEMA,
         "kind": MODELLED,
