@@ -1,4 +1,4 @@
-"""The sources of live traces: BPF programs on page-cache tracepoints, on page-cache functions, or on system calls."""
+"""BPF tiers: programs on page-cache tracepoints, on page-cache functions, or on system calls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _FlushResult(ctypes.Structure):
 
 
 class RecordRing(Ring):
-    """A ring whose records all have the dtype `record`."""
+    """A ring of records of the dtype `record`."""
 
     def __init__(self, fd: int, size: int, record: np.dtype[np.void]) -> None:
         super().__init__(fd, size, record.itemsize)
@@ -106,7 +106,7 @@ class Copies:
         self._copied: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def settle(self, records: Records) -> Records:
-        """Return the records; of runs that come again, only the blocks that their copies did not have."""
+        """Remove from runs that come again the blocks that their copies had."""
         is_copy = records["flags"] & COPIED != 0
         for row in np.flatnonzero(is_copy):
             self._copied[_run(records[row])] = int(records["count"][row]), int(records["aux"][row])
@@ -312,7 +312,7 @@ class BpfSource(Source):
 
 
 class FilemapSource(BpfSource):
-    """The tier on page-cache tracepoints (Linux 6.12 and later): all accesses to cached files, fills and evictions."""
+    """The tier on page-cache tracepoints (Linux 6.12 and later)."""
 
     name = "filemap"
     programs = ("read_pages", "fault_page", "mapped", "map_around")
@@ -347,7 +347,7 @@ class FexitSource(BpfSource):
 
 
 class SyscallSource(BpfSource):
-    """The tier on read and write calls: no page faults, no hits and misses."""
+    """The tier on read and write calls."""
 
     name = "syscalls"
     programs = ("read_call_returned",)
