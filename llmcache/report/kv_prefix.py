@@ -22,7 +22,6 @@ LEAST_MODEL = 18  # least width of the model column; other columns are dropped f
 
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:
-    """Print the stored models."""
     rows = [{key: value for key, value in asdict(model).items() if key != "described"} for model in models]
     _show(as_json, {"schema": LIST, "directory": directory, "models": rows}, _list(directory, models))
 
@@ -45,7 +44,6 @@ def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table
 
 
 def show_model(model: StoredModel, as_json: bool) -> None:
-    """Print the stored data of one model."""
     _show(as_json, {"schema": SHOW, **asdict(model)}, _model(model))
 
 
@@ -63,7 +61,6 @@ def _model(model: StoredModel) -> Iterator[str]:
 
 
 def show_pruned(found: Pruned, as_json: bool) -> None:
-    """Print the removed and remaining blocks."""
     removed = f"removed {found.removed_blocks:,} blocks, {format_size(found.removed_bytes)}"
     left = f"{found.left_blocks:,} blocks left, {format_size(found.left_bytes)}"
     _show(as_json, {"schema": PRUNE, **asdict(found)}, [f"{removed}; {left}"])
