@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -67,8 +68,11 @@ def from_json(kind: Any, data: Any, name: str = "") -> Any:
     return _a(kind, data, name) if kind in (str, bool) else data
 
 
+_types_of = functools.cache(get_type_hints)
+
+
 def _dataclass(kind: Any, data: Any, name: str) -> Any:
-    types, values = get_type_hints(kind), {}
+    types, values = _types_of(kind), {}
     for field in fields(kind):
         path = f"{name}.{field.name}".removeprefix(".")
         if field.name in _a(dict, data, name or "document"):

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from llmcache.arrays import Flags, Int64s, Uint32s, Uint64s
+from llmcache.documents import from_json, invalid
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.files import Output, writing
 from llmcache.units import BLOCK_BYTES
@@ -135,26 +136,11 @@ _Entry = TypeVar("_Entry", TraceFile, Provenance)
 
 
 def _entry(kind: type[_Entry], values: Any, where: str) -> _Entry:
-    if not isinstance(values, dict):
-        raise DataError(f"{where}: {reprlib.repr(values)} is not an object", _CHANGED)
-    types = {entry.name: entry.type for entry in fields(kind)}
-    for name, value in values.items():
-        if name not in types:
-            raise DataError(f"{where}: {reprlib.repr(name)} is unknown", _CHANGED)
-        if not _suits(value, str(types[name])):
-            raise DataError(f"{where}: {name} is {reprlib.repr(value)}", _CHANGED)
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise DataError(f"{where}: {error}".replace("__init__() ", ""), _CHANGED) from error
-
-
-def _suits(value: Any, annotation: str) -> bool:
-    if annotation == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation == "str":
-        return isinstance(value, str)
-    return isinstance(value, dict) and all(isinstance(item, str) for pair in value.items() for item in pair)
+    with invalid(where, _CHANGED):
+        found: _Entry = from_json(kind, values)
+        if unknown := values.keys() - {one.name for one in fields(kind)}:
+            raise ValueError(f"{reprlib.repr(min(unknown))} is unknown")
+    return found
 
 
 READ, WRITE, MAP = 0, 1, 2
