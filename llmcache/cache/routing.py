@@ -192,9 +192,9 @@ class _ModelUses:
         self._files[file] = _Map(slices, edges[real], codes[real])
 
     def slices(self, file: int) -> Iterator[Slice]:
-        of = self._files[file].slices
-        experts = [(name, number) for name, _, count in of.layers for number in range(count)]
-        for expert, start, size_bytes in zip(of.expert_of, of.starts, of.sizes, strict=True):
+        held = self._files[file].slices
+        experts = [(name, number) for name, _, count in held.layers for number in range(count)]
+        for expert, start, size_bytes in zip(held.expert_of, held.starts, held.sizes, strict=True):
             yield Slice(*experts[expert], start, size_bytes)
 
     def count(self, batch: Trace) -> None:

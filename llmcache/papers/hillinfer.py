@@ -85,8 +85,8 @@ def cases_of(reading: Reading) -> Cases:
 
 def speedup(latencies: Mapping[str, Latency], baseline: str) -> float:
     """Return the latency of `baseline` relative to HillInfer's (section 4.3)."""
-    own, other = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
-    return other / own
+    hillinfer_ns, baseline_ns = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
+    return baseline_ns / hillinfer_ns
 
 
 def speedups(cases: Cases) -> dict[str, list[float]]:
@@ -174,7 +174,7 @@ def speedup_values(cases: Cases) -> Claims:
         for before, after in pairwise([value for (name, _), value in zip(cases, row, strict=True) if name == model])
     ]
     times = [[latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in SYSTEMS] for latencies in cases.values()]
-    ordered = sum(all(before >= after for before, after in pairwise(of)) for of in times)
+    ordered = sum(all(before >= after for before, after in pairwise(by_system)) for by_system in times)
     return {
         "speed-up-range": {**ends, "share_in_range": inside / len(every)},
         "up-to-8.56": {"most": max(every), "away": abs(max(every) / MOST - 1)},
@@ -321,7 +321,9 @@ class HillInferResults:
     def ours(self) -> Ours:
 
         def by_variant(found: Mapping[str, Claims]) -> dict[str, dict[str, Values]]:
-            return {name: {variant: own[name] for variant, own in found.items()} for name in next(iter(found.values()))}
+            return {
+                name: {variant: claims[name] for variant, claims in found.items()} for name in next(iter(found.values()))
+            }
 
         step = READINGS["share-20"].latency("prefetch", MODELS[QWEN], MODELS[QWEN].context_limit)
         dominates = {"transfer_share": min(1.0, step.busy["link"] / step.token_ns), "idle_share": step.idle_share}
@@ -330,7 +332,7 @@ class HillInferResults:
             "figure 2": alone("memory model", memory_values()),
             "figure 3": alone(read, transfer_values(self.transfers["modelled"])),
             "figure 3, the step": {"dominates": {read: dominates}},
-            "figures 9 and 10": by_variant({name: speedup_values(of) for name, of in self.cases.items()}),
+            "figures 9 and 10": by_variant({name: speedup_values(cases) for name, cases in self.cases.items()}),
             "figure 11a and overhead": by_variant(
                 {name: part_values(self.parts[name], reading) for name, reading in READINGS.items()}
             ),
@@ -350,7 +352,7 @@ class HillInferResults:
     def document(self) -> dict[str, Any]:
         here = {key: self.measured[key] for key in ("systems", "beta", "accuracy", "missing", "machine", "date", "quick")}
         layers = {"modelled": MODELS[QWEN].layers, "measured": (self.measured["transfers"] or {}).get("layers", 0)}
-        transfers = {kind: transfers_document(kind, layers[kind], of) for kind, of in self.transfers.items()}
+        transfers = {kind: transfers_document(kind, layers[kind], rows) for kind, rows in self.transfers.items()}
         points = [
             {
                 "reading": name,
@@ -359,8 +361,8 @@ class HillInferResults:
                 "systems": [one.to_json() for one in latencies.values()],
                 "end_to_end_speedup": {baseline: speedup(latencies, baseline) for baseline in BASELINES},
             }
-            for name, of in self.cases.items()
-            for (model, context), latencies in of.items()
+            for name, rows in self.cases.items()
+            for (model, context), latencies in rows.items()
         ]
         memory = [
             {"model": model, "context": n, "batch": batch, **memory_use(MODELS[model], n, batch).to_json()}
@@ -415,9 +417,11 @@ def reproduce(quick: bool, progress: Progress) -> Reproduction:
 def _blocks(found: HillInferResults) -> Blocks:
     paper, measured, places = found.paper, found.measured, found.paper.data["measured"]
     memory = ", ".join(f"{model} {memory_use(MODELS[model], MEMORY_CONTEXT, BATCH).total / GIB:.1f} GiB" for model in SAID)
-    ends = [(kind, share, list(row.values())) for kind, of in found.transfers.items() for share, row in of.items()]
-    ends_text = "; ".join(f"{kind}, {share:.0%}: {of[0]:.3g} to {of[-1]:.3g} s" for kind, share, of in ends)
-    beta = "; ".join(f"{name}: {min(of) / 1e6:.0f} to {max(of) / 1e6:.0f} ms" for name, of in found.sweep.items())
+    ends = [(kind, share, list(row.values())) for kind, values in found.transfers.items() for share, row in values.items()]
+    ends_text = "; ".join(f"{kind}, {share:.0%}: {values[0]:.3g} to {values[-1]:.3g} s" for kind, share, values in ends)
+    beta = "; ".join(
+        f"{name}: {min(values) / 1e6:.0f} to {max(values) / 1e6:.0f} ms" for name, values in found.sweep.items()
+    )
     blocks: dict[str, list[HtmlBlock]] = {
         "Speed-ups: differences and reasons": list(_why(found)),
         "Memory (figure 2)": [picture(paper, "memory", _memory_figure(), values=memory)],
@@ -453,12 +457,14 @@ def _why(found: HillInferResults) -> Iterator[HtmlBlock]:
     rates = {"device": device / 1e9, "ssd": ssd / 1e9, "times": ssd / device, "half": ssd / device / 2}
     columns = ["reading", *(f"over {SYSTEMS[name].title}" for name in BASELINES)]
     ranges: list[list[Cell]] = [
-        [paper.variants[name], *(f"{min(row):.2f} to {max(row):.2f}" for row in speedups(of).values())]
-        for name, of in found.cases.items()
+        [paper.variants[name], *(f"{min(row):.2f} to {max(row):.2f}" for row in speedups(values).values())]
+        for name, values in found.cases.items()
     ]
     yield Table("End-to-end speed-up (modelled); in the paper: 4.21 to 8.56", columns, ranges)
     yield from (Text(text.format(**moved, **long, **rates)) for text in paper.data["why"])
-    needs: list[list[Cell]] = [[paper.variants[name], *map(_rates, of.values())] for name, of in found.needed.items()]
+    needs: list[list[Cell]] = [
+        [paper.variants[name], *map(_rates, values.values())] for name, values in found.needed.items()
+    ]
     yield Table("SSD bandwidth of the baselines that gives 4.21 to 8.56 (GB/s, Qwen-7B, 4 K, modelled)", columns, needs)
     yield Fold("The readings", [Facts([(paper.variants[name], text) for name, text in paper.data["readings"].items()])])
 
@@ -508,9 +514,9 @@ def _memory_figure() -> Figure:
 def _transfer_figure(found: Mapping[str, Transfers]) -> Figure:
     panels = {
         kind.capitalize(): {
-            f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, of.items(), strict=True)
+            f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, rows.items(), strict=True)
         }
-        for kind, of in found.items()
+        for kind, rows in found.items()
     }
     return curves_figure(panels, "context (tokens)", "seconds", doubling=True)
 

@@ -107,7 +107,7 @@ def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
         name: sorted((row for row in rows if row["policy"] == name), key=lambda row: int(row["tokens"]))
         for name in (ICE, REUSE, STOCK)
     }
-    tpot_ns = {name: [row["speed"]["tpot_ns"] for row in own] for name, own in by_policy.items()}
+    tpot_ns = {name: [row["speed"]["tpot_ns"] for row in ordered] for name, ordered in by_policy.items()}
     last = by_policy[ICE][-1]
     parts = last["speed"]["parts_ns"]
     order = sorted(PARTS, key=lambda part: -parts[part])

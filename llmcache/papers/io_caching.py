@@ -134,10 +134,10 @@ def near_baseline(apps: Apps, aware: str) -> Values:
     values: dict[str, float] = {}
     near = 0
     for app in on_device(apps, (EMBEDDER, CLASSIFICATION)):
-        lru, own = normalized(app.hit_ratio["lru"]), normalized(app.hit_ratio[aware])
-        last = int(np.flatnonzero(np.maximum.accumulate(lru) <= 0.1)[-1])
+        lru_ratios, aware_ratios = normalized(app.hit_ratio["lru"]), normalized(app.hit_ratio[aware])
+        last = int(np.flatnonzero(np.maximum.accumulate(lru_ratios) <= 0.1)[-1])
         share = float(app.sizes_bytes[last]) / app.footprint_bytes
-        near += share >= 0.5 and float(own[last]) >= 0.5
+        near += share >= 0.5 and float(aware_ratios[last]) >= 0.5
         values |= {f"{app.name}.share_of_footprint": share, f"{app.name}.hit_ratio": float(app.hit_ratio[aware][last])}
     return values | {"apps": near}
 
@@ -296,8 +296,8 @@ def patterns(classes: Mapping[str, TraceClasses], remote: Sequence[str]) -> dict
     return {
         "loops-detected": found | {"share_of_loops": sum(0.95 <= one <= 1.1 for one in found.values()) / len(found)},
         "three-traits": {
-            **{name: len(of) for name, of in traits.items()},
-            "apps": sum(of == {SEQ, LOOP, HOT} for of in traits.values()),
+            **{name: len(kinds) for name, kinds in traits.items()},
+            "apps": sum(kinds == {SEQ, LOOP, HOT} for kinds in traits.values()),
         },
         "remote-has-no-loops": shares,
     }
@@ -357,7 +357,7 @@ def hardware() -> dict[str, Values]:
         "phone-loops": {
             "least_bytes": loops[0],
             "most_bytes": loops[1],
-            "agreeing": sum(abs(own - said) <= MB / 2 for own, said in zip(loops, PHONE_LOOPS, strict=True)),
+            "agreeing": sum(abs(ours - printed) <= MB / 2 for ours, printed in zip(loops, PHONE_LOOPS, strict=True)),
         },
         "apps-fit": {
             "notes_bytes": needs[0],
@@ -389,8 +389,8 @@ def hardware() -> dict[str, Values]:
     }
 
 
-def _off(own: float, said: float) -> dict[str, float]:
-    return {"off_bytes": abs(own - said), "off_share": abs(own - said) / said}
+def _off(ours: float, printed: float) -> dict[str, float]:
+    return {"off_bytes": abs(ours - printed), "off_share": abs(ours - printed) / printed}
 
 
 def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
@@ -523,13 +523,13 @@ def _ratios(paper: Paper, name: str, apps: Sequence[App]) -> list[HtmlBlock]:
     ]
     means = {app.title: {policy: float(app.hit_ratio[policy].mean()) for policy in POLICIES} for app in apps}
     means_text = "; ".join(
-        f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in of.items()) for title, of in means.items()
+        f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in by_policy.items()) for title, by_policy in means.items()
     )
     rows: list[list[Cell]] = []
     for app in apps:
-        of = means[app.title]
-        shares = [f"{of[policy] / of[BELADY]:.0%}" for policy in AWARE]
-        rows.append([app.title, format_size(app.footprint_bytes), *of.values(), *shares])
+        by_policy = means[app.title]
+        shares = [f"{by_policy[policy] / by_policy[BELADY]:.0%}" for policy in AWARE]
+        rows.append([app.title, format_size(app.footprint_bytes), *by_policy.values(), *shares])
     many = len(apps[0].sizes_bytes)
     columns = ["application", "footprint", *titles.values(), *(f"{titles[policy]} / Belady" for policy in AWARE)]
     head = f"Mean hit ratio over {many} sizes from {1 / many:.1%} to 100 % of the footprint (modelled)"

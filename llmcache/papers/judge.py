@@ -105,10 +105,10 @@ class Judged:
             named["why"] = claim.why
         for variant, found in self.findings.items():
             if claim.paper is None:
-                own: dict[str, Any] = {"ours": found.words, "values": dict(found.values)}
+                ours: dict[str, Any] = {"ours": found.words, "values": dict(found.values)}
             else:
-                own = {"value": found.values["ours"], "delta": found.values["ours"] / claim.paper - 1}
-            findings[variant] = {"verdict": found.verdict.value, **own}
+                ours = {"value": found.values["ours"], "delta": found.values["ours"] / claim.paper - 1}
+            findings[variant] = {"verdict": found.verdict.value, **ours}
         return {**named, "findings": findings}
 
 
@@ -134,7 +134,7 @@ def read_paper(name: str) -> Paper:
     rules: dict[str, dict[str, str]] = data.pop("rule", {})
     rows = {about: [row | rules.get(row["rule"], {}) for row in rows] for about, rows in data.pop("claim").items()}
     rows |= {about: rows[like] for about, like in data.pop("also", {}).items()}
-    claims = [Claim(about=about, **row) for about, of in rows.items() for row in of]
+    claims = [Claim(about=about, **row) for about, entries in rows.items() for row in entries]
     facts, lead, kinds, sections = (data.pop(key) for key in ("paper", "lead", "kinds", "section"))
     return Paper(facts, lead, kinds, data.pop("variants", {}), sections, claims, rules, data)
 
@@ -168,7 +168,7 @@ def judge(paper: Paper, ours: Ours, facts: Mapping[str, object] | None = None) -
 def _findings(claim: Claim, ours: Mapping[str, Values] | Values | float) -> dict[str, Finding]:
     if claim.paper is None:
         values = cast("Mapping[str, Values]", ours)
-        return {variant: Finding(claim.verdict(own), values_text(own), own) for variant, own in values.items()}
+        return {variant: Finding(claim.verdict(named), values_text(named), named) for variant, named in values.items()}
     numbers = cast("Values", ours) if isinstance(ours, Mapping) else {OURS: ours}
     found = {variant: _number(claim, claim.paper, one) for variant, one in numbers.items()}
     if claim.why:  # only the last finding contains the reason

@@ -126,7 +126,7 @@ def mean_gains(profile: Profile, recompute: str = "first-principles", change: Ch
     """Return the mean gains of `PARTS`: latency, energy."""
     found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
     return {
-        name: [mean(column) for column in zip(*(of[over] / of[part] for of in found), strict=True)]
+        name: [mean(column) for column in zip(*(by_system[over] / by_system[part] for by_system in found), strict=True)]
         for name, (over, part) in PARTS.items()
     }
 
@@ -242,9 +242,9 @@ def averages() -> dict[str, float | Values]:
     latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}
     found: dict[str, float | Values] = {}
     for name in PARTS:
-        speedups = {variant: of[name][LATENCY] for variant, of in latency.items()}
+        speedups = {variant: gained[name][LATENCY] for variant, gained in latency.items()}
         found[f"{name}-speedup"] = speedups if name in WITH_MODES else speedups["first principles"]
-        efficiencies = {variant: of[name][ENERGY] for variant, of in energy.items()}
+        efficiencies = {variant: gained[name][ENERGY] for variant, gained in energy.items()}
         found[f"{name}-efficiency"] = {
             key: one for key, one in efficiencies.items() if name in WITH_MODES or key in PROFILES
         }
@@ -330,10 +330,10 @@ def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Value
                 quote = f"{row['131']:.2f}× [{key}, 131 µs; as energy relative to 1050 µs]"
                 add(about, f"t8-linear-{key}", quote, row["1050"] / row["131"], linear, why["linear"], shapes["linear"])
     for batch, row in paper.data["table9"].items():
-        of = {name: gains("llama2-7b", replace(PG19, batch=int(batch)), profile) for name, profile in PROFILES.items()}
+        gained = {name: gains("llama2-7b", replace(PG19, batch=int(batch)), profile) for name, profile in PROFILES.items()}
         for system, printed in row.items():
             quote = f"{printed:.2f}× [batch size {batch}, {system}]"
-            each = {name: one[system][ENERGY] for name, one in of.items()}
+            each = {name: one[system][ENERGY] for name, one in gained.items()}
             add("table 9", f"t9-{batch}-{system}", quote, printed, each, why["table 9"])
     found["table 7"]["no-eviction"] = {
         f"{model}, {name}": budget(model, 8750, profile)
@@ -367,10 +367,12 @@ def experiments() -> dict[str, float | Values]:
     chains = {name: of_all(OURSELF, profile) for name, profile in PROFILES.items()}
     return {
         **_motivation(),
-        "chip-power": {name: mean(map(chip_w, of)) for name, of in chains.items()},
-        "dram-mean-power": {name: mean(part_w(one, ("dram_",)) for one in of) for name, of in chains.items()},
+        "chip-power": {name: mean(map(chip_w, results)) for name, results in chains.items()},
+        "dram-mean-power": {name: mean(part_w(one, ("dram_",)) for one in results) for name, results in chains.items()},
         **{
-            f"power-{part}": {name: mean(part_w(one, names) / chip_w(one) for one in of) for name, of in chains.items()}
+            f"power-{part}": {
+                name: mean(part_w(one, names) / chip_w(one) for one in results) for name, results in chains.items()
+            }
             for part, names in POWERS.items()
         },
         **_evictor(),
@@ -413,8 +415,8 @@ def _motivation() -> dict[str, float | Values]:
     return {
         "sram-8mb-speedup": mean(one.latency_s / two.latency_s for one, two in pairs),
         "sram-8mb-power": by_profile(more_power),
-        "refresh-share": {name: max(of) for name, of in shares.items()},
-        "refresh-overhead": {name: mean(1 / (1 - share) for share in of) for name, of in shares.items()},
+        "refresh-share": {name: max(values) for name, values in shares.items()},
+        "refresh-overhead": {name: mean(1 / (1 - share) for share in values) for name, values in shares.items()},
     }
 
 
@@ -481,8 +483,10 @@ def _long_inputs() -> dict[str, float | Values]:
     }
     found: dict[str, float | Values] = {}
     for name, (work, against) in cases.items():
-        of = {one: costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
-        found[name] = {f"{work.name}, {one}": (each[against] / each["Kelle+eDRAM"])[ENERGY] for one, each in of.items()}
+        profile_costs = {one: costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
+        found[name] = {
+            f"{work.name}, {one}": (each[against] / each["Kelle+eDRAM"])[ENERGY] for one, each in profile_costs.items()
+        }
     return found
 
 
@@ -493,9 +497,9 @@ def _half_bandwidth() -> dict[str, float | Values]:
 
     found: dict[str, float | Values] = {}
     for task in ("PG19", "TQ"):
-        of = {name: costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
+        profile_costs = {name: costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
         for against in ("AERP+SRAM", BASELINE):
-            ours = {name: (each[against] / each["Kelle+eDRAM"])[ENERGY] for name, each in of.items()}
+            ours = {name: (each[against] / each["Kelle+eDRAM"])[ENERGY] for name, each in profile_costs.items()}
             found[f"half-{task}-{against}"] = ours
     full, half = (gains("llama2-7b", PG19, change=change)["Kelle+eDRAM"][ENERGY] for change in (same, halved))
     return found | {"half-loss": half / full}
@@ -584,8 +588,8 @@ def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -
     else:
         names = {key: {at: f"{short}-{key}-{at}" for at in row} for key, row in data.items()}
     panels: dict[str, dict[str, Curve]] = {}
-    for title, of in names.items():
-        claims = {float(at): named[name] for at, name in of.items()}
+    for title, claim_names in names.items():
+        claims = {float(at): named[name] for at, name in claim_names.items()}
         panels[title] = {"printed in the paper": (PRINTED, {at: one.claim.paper or 0.0 for at, one in claims.items()})}
         for profile, (label, look) in LOOKS.items():
             panels[title][label] = (look, {at: one.findings[profile].values["ours"] for at, one in claims.items()})

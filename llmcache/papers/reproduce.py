@@ -257,10 +257,16 @@ def _index(entries: Sequence[IndexEntry]) -> str:
         link = Link(entry.name, f"{entry.name}.html")
         summary.append([link, REPRODUCTIONS[entry.name], *entry.counts, entry.seconds])
         rows: list[list[Cell]] = [
-            [f"{about} ({entry.done.paper.kinds[about]})", f"“{one.claim.quote}”", variant, BADGES[of.verdict], of.words]
+            [
+                f"{about} ({entry.done.paper.kinds[about]})",
+                f"“{one.claim.quote}”",
+                variant,
+                BADGES[finding.verdict],
+                finding.words,
+            ]
             for about, judged in entry.done.claims.items()
             for one in judged
-            for variant, of in one.findings.items()
+            for variant, finding in one.findings.items()
         ]
         table = Table("All claims", ["about", "paper", "variant", "verdict", "ours"], rows)
         sections.append(Section(entry.name, [table]))

@@ -336,7 +336,7 @@ def _tracer(pid: int) -> int:
 
 
 class FaultSource(Source):
-    """See `sees` and `cannot_see`."""
+    """The tier of page faults and strace."""
 
     name = "faults"
     sees = "the page of every page fault in a mapped file; with strace also reads and writes by system call"

@@ -267,8 +267,8 @@ class BpfSource(Source):
             self._live = self._kernel.attach(scope.targets)
         except LoadFailure as failure:
             self.stop()
-            said = f"the kernel rejects the BPF programs of tier '{self.name}': {failure}"
-            raise MissingRequirement(said, "choose another tier with --tier") from failure
+            message = f"the kernel rejects the BPF programs of tier '{self.name}': {failure}"
+            raise MissingRequirement(message, "choose another tier with --tier") from failure
         self.remarks += [f"not recorded: {what} (the kernel rejects the BPF program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()

@@ -104,8 +104,8 @@ class Scope:
     coalesce: bool = True
 
     def missing(self) -> MissingRequirement:
-        said = f"process {', '.join(map(str, self.targets))} does not exist"
-        return MissingRequirement(said, "list processes with: ps -e")
+        message = f"process {', '.join(map(str, self.targets))} does not exist"
+        return MissingRequirement(message, "list processes with: ps -e")
 
 
 class Source(ABC):

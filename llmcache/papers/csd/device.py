@@ -151,13 +151,13 @@ class Device:
 
         with ThreadPoolExecutor(1, thread_name_prefix="csd-read") as reader:
             ahead = reader.submit(read, 0) if todo else None
-            for index, own in enumerate(todo):
+            for index, pages_now in enumerate(todo):
                 assert ahead is not None
                 slots = ahead.result()
                 if index + 1 < len(todo):
                     ahead = reader.submit(read, index + 1)
                 keys = view_slots(shape, slots, KEYS)
-                base = own.start * shape.page_tokens
+                base = pages_now.start * shape.page_tokens
                 scores = score_pages(queries, keys, combine=combine, threads=self._threads)
                 yield base, scores[:, : length - base], slots.size
 

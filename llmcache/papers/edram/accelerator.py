@@ -152,9 +152,9 @@ def compared(configurations: Sequence[Configuration], baseline: AcceleratorSyste
     places = {key: len(configurations) + place for place, key in enumerate(baselines)}
     outcomes = evaluate([*configurations, *baselines.values()])
     found = []
-    for one, own in zip(configurations, outcomes, strict=False):
+    for one, outcome in zip(configurations, outcomes, strict=False):
         base = outcomes[places[shared(one)]]
-        found.append(Compared(one, own, base.latency_s / own.latency_s, base.energy_j / own.energy_j))
+        found.append(Compared(one, outcome, base.latency_s / outcome.latency_s, base.energy_j / outcome.energy_j))
     return found
 
 

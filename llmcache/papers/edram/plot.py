@@ -125,15 +125,15 @@ def energy_figure(rows: Sequence[SavedResult]) -> Figure:
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
-        of = [row for row in rows if row.profile == profile]
-        bottom = np.zeros(len(of))
+        shown = [row for row in rows if row.profile == profile]
+        bottom = np.zeros(len(shown))
         for kind, (colour, hatch) in KIND_LOOKS.items():
-            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
+            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in shown]) / 1e3
             panel.bar(
-                range(len(of)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
+                range(len(shown)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
             )
             bottom += heights
-        _systems(panel, of)
+        _systems(panel, shown)
         panel.set(title=f"Profile {profile}", ylabel="energy (kJ, modelled)", ylim=(0, 1.05 * bottom.max() or None))
     legend_below(figure, axes)
     return figure
@@ -146,26 +146,26 @@ def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
         (f"Energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
     ]
     for panel, (title, name, profile) in zip(axes, shown, strict=True):
-        of = [row for row in rows if row.profile == profile]
-        values = [getattr(row, name) for row in of]
-        colours = [look_of_system(row.system, place).colour for place, row in enumerate(of)]
-        bars = panel.bar(range(len(of)), values, width=0.7, color=colours)
+        drawn = [row for row in rows if row.profile == profile]
+        values = [getattr(row, name) for row in drawn]
+        colours = [look_of_system(row.system, place).colour for place, row in enumerate(drawn)]
+        bars = panel.bar(range(len(drawn)), values, width=0.7, color=colours)
         panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-        _systems(panel, of)
+        _systems(panel, drawn)
         panel.set(title=title, ylabel=f"relative to {baseline} (modelled)")
         panel.margins(y=0.12)
     return figure
 
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
-    of = [row for row in rows if row.mean_interval_ns is not None]
-    profiles = list(dict.fromkeys(row.profile for row in of))
-    systems = list(dict.fromkeys(row.system for row in of))
+    refreshed = [row for row in rows if row.mean_interval_ns is not None]
+    profiles = list(dict.fromkeys(row.profile for row in refreshed))
+    systems = list(dict.fromkeys(row.system for row in refreshed))
     figure, (panel,) = grid_of(1)
     width = 0.8 / max(1, len(systems))
     for place, system in enumerate(systems):
-        own, shift = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
+        own, shift = [row for row in refreshed if row.system == system], (place - (len(systems) - 1) / 2) * width
         centres, shares = [profiles.index(row.profile) + shift for row in own], [row.refresh_share for row in own]
         bars = panel.bar(centres, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
         panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
@@ -204,10 +204,10 @@ def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
     by_system = len({row.system for row in rows}) == len(lines)
     figure, axes = grid_of(2)
     for panel, name, title in zip(axes, ("speedup", "efficiency"), ("Speed-up", "Energy efficiency"), strict=True):
-        for place, (label, of) in enumerate(lines.items()):
-            look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
+        for place, (label, results) in enumerate(lines.items()):
+            look = look_of_system(results[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
             line = look.line() | ({"linestyle": "none"} if along == SYSTEM else {})
-            panel.plot([_place(row, along) for row in of], [getattr(row, name) for row in of], label=label, **line)
+            panel.plot([_place(row, along) for row in results], [getattr(row, name) for row in results], label=label, **line)
         places = [_place(row, along) for row in rows if along != SYSTEM]
         if places and max(places) > 20 * max(min(places), 1e-9):
             logarithmic(panel, "x")
@@ -254,7 +254,7 @@ def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResul
         found.setdefault(", ".join(parts) or row.system, []).append(row)
     if along == SYSTEM:
         return found
-    return {label: sorted(of, key=lambda row: float(getattr(row, along) or 0.0)) for label, of in found.items()}
+    return {label: sorted(results, key=lambda row: float(getattr(row, along) or 0.0)) for label, results in found.items()}
 
 
 def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:

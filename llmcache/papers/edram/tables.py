@@ -120,25 +120,27 @@ def _tables(every: Sequence[Compared]) -> Iterator[Table]:
         yield plain_table(*headings, rows=([CELLS[heading](row) for heading in headings] for row in rows), title=title)
         kinds = {row.configuration.system.name: row.outcome.by_kind() for row in rows}
         title = f"Energy by component, profile {name} ({MODELLED})"
-        shares = {kind: lambda of, k=kind: f"{joules(of[k])} {of[k] / sum(of.values()):6.1%}" for kind in KINDS}
+        shares = {
+            kind: lambda values, k=kind: f"{joules(values[k])} {values[k] / sum(values.values()):6.1%}" for kind in KINDS
+        }
         yield _by_system(title, "component", kinds, shares)
-    own = {row.configuration.system.name: row.configuration for row in rows}
+    configurations = {row.configuration.system.name: row.configuration for row in rows}
     waited = {row.configuration.system.name: row.outcome.latencies_s for row in rows}
     waits = {
-        RESOURCE_NAMES.get(name, name): lambda of, n=name: format_duration(1e9 * of[n]) if of[n] else "-"
+        RESOURCE_NAMES.get(name, name): lambda values, n=name: format_duration(1e9 * values[n]) if values[n] else "-"
         for name in LATENCIES
-        if any(of[name] for of in waited.values())
+        if any(values[name] for values in waited.values())
     }
     yield _by_system(f"Time by the resource that is waited for ({MODELLED})", "resource", waited, waits)
     parts = [*(field.name for field in fields(Area)), "chip_mm2"]
     areas = {
         AREA_NAMES.get(name, name.removesuffix("_mm2")): lambda area, n=name: f"{getattr(area, n):.2f}" for name in parts
     }
-    on_chip = {name: area_of(one.system) for name, one in own.items()}
+    on_chip = {name: area_of(one.system) for name, one in configurations.items()}
     yield _by_system(f"Area in mm² ({MODELLED} from table 1, for comparison only)", "part", on_chip, areas)
-    if lifetimes := {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}:
+    if lifetimes := {name: lifetimes_of(one) for name, one in configurations.items() if one.hardware.edram}:
         names = {name.upper(): f"{name}_ns" for name in "xqkv"} | {"sum": "total_ns"}
-        lasts = {title: lambda of, n=name: format_duration(getattr(of, n)) for title, name in names.items()}
+        lasts = {title: lambda values, n=name: format_duration(getattr(values, n)) for title, name in names.items()}
         yield _by_system(f"Lifetimes in eDRAM, last step ({MODELLED}, equations 4-8)", "data", lifetimes, lasts)
     if evictors := _evictors(rows):
         cells: Mapping[str, Callable[[EvictorCost], str]] = {
@@ -207,11 +209,11 @@ SWEPT_COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "fits")
 
 def document(rows: Sequence[Compared]) -> dict[str, Any]:
     by_profile = _by_profile(rows)
-    own = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
+    configurations = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
     first = rows[0].configuration
-    areas = {name: area_of(one.system) for name, one in own.items()}
-    roofs = {name: roofline_of(one) for name, one in own.items() if one.policy.recomputes}
-    lifetimes = {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}
+    areas = {name: area_of(one.system) for name, one in configurations.items()}
+    roofs = {name: roofline_of(one) for name, one in configurations.items() if one.policy.recomputes}
+    lifetimes = {name: lifetimes_of(one) for name, one in configurations.items() if one.hardware.edram}
     return {
         "schema": SCHEMA,
         "kind": MODELLED,
@@ -220,10 +222,10 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
         "model": asdict(first.model),
         "workload": {**asdict(first.workload), "eviction_bound": first.workload.eviction_bound},
         "baseline": BASELINE,
-        "profiles": {name: asdict(of[0].configuration.profile) for name, of in by_profile.items()},
+        "profiles": {name: asdict(results[0].configuration.profile) for name, results in by_profile.items()},
         "systems": {
             name: {**asdict(one.system), "area": {**asdict(areas[name]), "chip_mm2": areas[name].chip_mm2}}
-            for name, one in own.items()
+            for name, one in configurations.items()
         },
         "energy_kinds": {kind: list(names) for kind, names in KINDS.items()},
         "results": [

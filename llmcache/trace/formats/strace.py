@@ -42,8 +42,8 @@ def read(path: Path, writer: TraceWriter) -> None:
     with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), ""), 1):
             if len(line) > LONGEST_LINE:
-                said = f"rows: line {number} has more than {LONGEST_LINE} characters"
-                raise DataError(said, "not a log of strace, or damaged")
+                message = f"rows: line {number} has more than {LONGEST_LINE} characters"
+                raise DataError(message, "not a log of strace, or damaged")
             try:
                 log.take(line.rstrip("\n"), number)
             except ValueError as error:  # int() rejects numbers with thousands of digits
