@@ -204,7 +204,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Ram:
-    """Memory of `ram_bytes` for a loop, and what the loop needs to run without stalls.
+    """Memory of `ram_bytes` for a loop, and the memory or bandwidth that the loop needs to run without stalls.
 
     `mount_cache_bytes` is the part that llmcachefs uses. `needed_ram_bytes`, or `needed_bandwidth` (bytes/s), avoids stalls.
     `fits_repacked`: the memory has room for llama.cpp's copies too; None without copies.

@@ -146,10 +146,7 @@ def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
 
 
 class AccessGrid:
-    """Counts the runs that cover each cell, separately for each op.
-
-    If not `by_time`, columns are the blocks accessed so far.
-    """
+    """Counts the runs that cover each cell, separately for each op. Columns are times, or numbers of accessed blocks."""
 
     def __init__(self, found: Survey, places: Sequence[Band], by_time: bool, width: int = 420, height: int = 300) -> None:
         self.width, self.height, self.by_time = width, height, by_time
@@ -426,7 +423,7 @@ def picture_of(
     shades: Sequence[Shade] = (),
     landmarks: Sequence[Landmark] = (),
 ) -> AccessPicture:
-    """Return the figure data of `source`, which is read twice. DataError without rows of the files `only`.
+    """Return the figure data of `source`, reading it twice. DataError without rows of the files `only`.
 
     If `only` is None, files that are not `worth_a_band` are left out. A trace without times is drawn by accesses.
     """
