@@ -52,6 +52,12 @@ def from_json(kind: Any, data: Any, name: str = "") -> Any:
 
     KeyError and ValueError name a field by its path, such as `rows[1].policy`.
     """
+    if kind in (int, float):
+        if isinstance(data, bool) or not isinstance(data, int | float) or not _is_finite(data):
+            raise ValueError(f"{name}: '{data}' is not a number")
+        return data if kind is float else _a(int, data, name)
+    if kind in (str, bool):
+        return _a(kind, data, name)
     inside = get_args(kind)
     if type(None) in inside:
         return None if data is None else from_json(inside[0], data, name)
@@ -61,11 +67,7 @@ def from_json(kind: Any, data: Any, name: str = "") -> Any:
         return tuple(from_json(inside[0], value, f"{name}[{at}]") for at, value in enumerate(_a((list, tuple), data, name)))
     if get_origin(kind) is Mapping:
         return {key: from_json(inside[1], value, f"{name}.{key}") for key, value in _a(dict, data, name).items()}
-    if kind in (int, float):
-        if isinstance(data, bool) or not isinstance(data, int | float) or not _is_finite(data):
-            raise ValueError(f"{name}: '{data}' is not a number")
-        return data if kind is float else _a(int, data, name)
-    return _a(kind, data, name) if kind in (str, bool) else data
+    return data
 
 
 _types_of = functools.cache(get_type_hints)
