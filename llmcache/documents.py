@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -51,6 +52,12 @@ def from_json(kind: Any, data: Any, name: str = "") -> Any:
 
     KeyError and ValueError name a field by its path, such as `rows[1].policy`.
     """
+    if kind in (int, float):
+        if isinstance(data, bool) or not isinstance(data, int | float) or not _is_finite(data):
+            raise ValueError(f"{name}: '{data}' is not a number")
+        return data if kind is float else _a(int, data, name)
+    if kind in (str, bool):
+        return _a(kind, data, name)
     inside = get_args(kind)
     if type(None) in inside:
         return None if data is None else from_json(inside[0], data, name)
@@ -60,15 +67,14 @@ def from_json(kind: Any, data: Any, name: str = "") -> Any:
         return tuple(from_json(inside[0], value, f"{name}[{at}]") for at, value in enumerate(_a((list, tuple), data, name)))
     if get_origin(kind) is Mapping:
         return {key: from_json(inside[1], value, f"{name}.{key}") for key, value in _a(dict, data, name).items()}
-    if kind in (int, float):
-        if isinstance(data, bool) or not isinstance(data, int | float) or not _is_finite(data):
-            raise ValueError(f"{name}: '{data}' is not a number")
-        return data if kind is float else _a(int, data, name)
-    return _a(kind, data, name) if kind in (str, bool) else data
+    return data
+
+
+_types_of = functools.cache(get_type_hints)
 
 
 def _dataclass(kind: Any, data: Any, name: str) -> Any:
-    types, values = get_type_hints(kind), {}
+    types, values = _types_of(kind), {}
     for field in fields(kind):
         path = f"{name}.{field.name}".removeprefix(".")
         if field.name in _a(dict, data, name or "document"):

@@ -80,7 +80,7 @@ def replacing(path: str | os.PathLike[str], mode: int = PRIVATE) -> Iterator[Bin
 
 
 def _finish(fd: int, temporary: Path) -> None:
-    """Raise OSError also if another file has its name now."""
+    """Sync; OSError also if another file has its name now."""
     os.fsync(fd)
     if not os.path.samestat(os.fstat(fd), os.lstat(temporary)):
         raise OSError(errno.EBUSY, "another process has replaced the file")
@@ -89,11 +89,11 @@ def _finish(fd: int, temporary: Path) -> None:
 class Output:
     """A file that a user named. It replaces a file only with `force`, and raises LlmcacheErrors.
 
-    Use it in a with block, or call `begin`, then `keep` or `discard`.
+    Use it in a with block, or call `begin`, then `keep` or `discard`. UsageError, with `option`, if `path` cannot be
+    written or exists without `force`.
     """
 
     def __init__(self, path: str | os.PathLike[str], force: bool, option: str = "OUT") -> None:
-        """Raise UsageError, with `option`, if `path` cannot be written or exists without `force`."""
         self.path = Path(path)
         self._temporary = _beside(self.path)
         self._fd = -1

@@ -70,7 +70,6 @@ def _hang(_number: int, _frame: FrameType | None) -> None:
 
 
 def targets() -> dict[str, Target | Machine]:
-    """Return all targets by name."""
     modules = [importlib.import_module(name) for name in MODULES]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Target | Machine)]
     return {target.name: target for target in found}
@@ -171,7 +170,6 @@ def repeat(target: Target | Machine, file: Path) -> None:
 
 
 def fuzz(arguments: argparse.Namespace) -> int:
-    """Return the exit code of a run: 1 if an input failed."""
     known = targets()
     if arguments.list:
         print("\n".join(known))
@@ -196,7 +194,6 @@ def fuzz(arguments: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Parse the command line, run the targets, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration for each target (default: 60)")

@@ -44,7 +44,7 @@ from llmcache.units import format_size
 
 
 def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> str:
-    """Return the answer of `answering(cache)` with its costs: seconds, bytes in memory, written to disk and read from it."""
+    """Return the answer of `answering(cache)` with its costs."""
     begin = time.perf_counter()
     answered = answering(cache)
     seconds = time.perf_counter() - begin
@@ -58,14 +58,14 @@ def ask(subject: Subject, answering: Callable[[Any], str], cache: Any) -> str:
 
 
 def from_noise(tokens: int) -> tuple[Subject, Callable[[Any], str]]:
-    """Return the recall model, and a function that has it find 32 values in noise and returns the share of right answers."""
+    """Return the recall model, and a function that returns the share of 32 values that it finds in noise."""
     subject = Subject(RECALL_MODEL)
     questions: Questions = recall(np.random.default_rng(0), 1, tokens)
     return subject, lambda cache: f"{answer(subject.model, cache, questions).mean():.0%} right"
 
 
 def from_text(options: argparse.Namespace) -> tuple[Subject, Callable[[Any], str]]:
-    """Return the user's model, and a function that has it answer the question about the text."""
+    """Return the user's model, and a function that returns its answer to the question about the text."""
     if options.text is None or options.ask is None:
         raise UsageError("--text, --ask: both are needed with MODEL", "add --text FILE and --ask QUESTION")
     try:
@@ -96,7 +96,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Ask twice and print both outcomes."""
     options = _arguments()
     subject, answering = from_noise(options.tokens) if options.model is None else from_text(options)
     config, directory = subject.model.config, options.dir or tempfile.gettempdir()

@@ -58,7 +58,6 @@ _CHARACTERS = {"…": "...", "“": '"', "”": '"', "’": "'", "–": "-", "�
 
 
 def all_pages() -> list[Page]:
-    """Return all pages."""
     made = [
         page_of(app, "llmcache", app.help or "", TEXTS / "llmcache.txt", None),
         page_of(mount_command, "llmcachefs", app.table["mount"][1], TEXTS / "mount.txt", "llmcache"),
@@ -169,7 +168,7 @@ def _help_sections(command: click.Command) -> dict[str, str]:
 
 
 def _listed(lines: list[str]) -> str:
-    """Return preformatted lines of a help text as marked text; two columns (name, two spaces, meaning) become
+    """Convert preformatted lines of a help text to marked text; two columns (name, two spaces, meaning) become
     definitions.
     """
     if lines[0].endswith(":") and len(lines) > 1 and all(line.startswith(" ") for line in lines[1:]):
@@ -192,7 +191,6 @@ def _piece(piece: str) -> str:
 
 
 def _option(option: click.Option, context: click.Context) -> str:
-    """Return an option with its meaning: names in bold, placeholders of values in italics."""
     record = option.get_help_record(context)
     assert record is not None, option.name
     names = re.sub(r"(?<= )([A-Z\[][^ ]*)$", lambda value: _piece(value[1]), record[0])
@@ -213,7 +211,6 @@ def escaped(text: str) -> str:
 
 
 def bold(text: str) -> str:
-    """Return `text`, escaped, in bold."""
     return f"\\fB{escaped(text).removeprefix(chr(92) + '&')}\\fP"
 
 
@@ -233,13 +230,11 @@ def _with_pages(text: str) -> str:
 
 
 def blocks(text: str) -> Iterator[list[str]]:
-    """Yield the lines of each block of `text`."""
     for block in filter(str.strip, re.split(r"\n\s*\n", text.strip("\n"))):
         yield [line.rstrip() for line in block.split("\n")]
 
 
 def section(title: str, text: str) -> str:
-    """Return a whole section."""
     lines = [f'.SH "{title}"' if " " in title else f".SH {title}"]
     first = True
     for block in blocks(text):

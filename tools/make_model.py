@@ -91,8 +91,8 @@ _NAMES = {
 class BlockType:
     """A quantized GGUF type: its `number` in a header, and the size of its blocks.
 
-    `scales` maps the offset of a scale in a block to its value. With these scales, blocks of random bytes have values of
-    mean 0 and deviation 1. A scale is a float16, or with `is_power` a byte with the exponent of a power of 2. `least` is the
+    `scales` maps the offset of a scale in a block to the value with which blocks of random bytes have mean 0 and
+    deviation 1. A scale is a float16, or with `is_power` a byte with the exponent of a power of 2. `least` is the
     smallest int8 that the quantizer of the type writes.
     """
 
@@ -105,11 +105,9 @@ class BlockType:
 
     @property
     def value_bytes(self) -> float:
-        """Bytes per value."""
         return self.block_bytes / self.values
 
     def scale_bytes(self, deviation: float) -> dict[int, bytes]:
-        """Return the bytes of the scales, by offset in a block, for values of about this deviation."""
         scales = {at: scale * deviation for at, scale in self.scales.items()}
         if self.is_power:
             return {at: bytes([_POWER_BIAS + round(math.log2(scale))]) for at, scale in scales.items()}
@@ -130,8 +128,7 @@ MXFP4 = BlockType(39, 32, 17, {0: 1 / 2.93}, is_power=True)
 class FileType:
     """A file type of llama.cpp: its `number` in a header, the type of most tensors, and a `better` one for some.
 
-    `mean_value_bytes` is the mean number of bytes per value in a whole model. `experts` is the type of experts, if it
-    differs.
+    `mean_value_bytes`: bytes per value in a whole model. `experts`: the type of experts, if it differs.
     """
 
     number: int
@@ -177,7 +174,7 @@ _PRESETS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor to generate: `role` is its name independent of the format; `rows` is None for a vector of ones.
+    """A tensor to generate; `rows` is None for a vector of ones.
 
     `experts`: the tensor has the matrices of this number of experts; `expert`: it has the matrix of this expert. `is_bias`:
     it is a vector of zeros, the bias of the tensor with the same role.
@@ -236,8 +233,7 @@ class Heads:
 class Shape:
     """A decoder with grouped-query attention.
 
-    An MoE model has `experts` experts with `feed_forward` units in each layer, of which a token uses `used`. Without
-    `attention`, 8 query heads share one key and value head.
+    A token uses `used` of the `experts` in each layer. Without `attention`, 8 query heads share one key and value head.
     """
 
     width: int
@@ -257,7 +253,6 @@ class Shape:
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether the experts of a layer depend on the token and on the text before it, as they do in a trained model."""
         return self.architecture != "llama"
 
     def weights(self) -> Iterator[Weight]:
@@ -320,10 +315,7 @@ def choose_shape(
     mixture: MoeShape | None = None,
     block_values: int = Q8_0.values,
 ) -> Shape:
-    """Return the shape whose file is closest to `size_bytes`; `layers`, if given, takes precedence over the size.
-
-    Rows consist of whole blocks of `block_values`.
-    """
+    """Return the shape whose file is closest to `size_bytes`; `layers`, if given, takes precedence over the size."""
     values = size_bytes / bytes_per_value
     if mixture is None:
         _, width, feed_forward, vocabulary = max(preset for preset in _PRESETS if preset[0] <= values)
@@ -360,7 +352,6 @@ def _generator(seed: int, index: int) -> np.random.Generator:
 
 
 def _random_bytes(random: np.random.Generator, count: int) -> NDArray[np.uint8]:
-    """Return the same bytes as `random.bytes(count)`, several times as fast."""
     return random.integers(0, 2**64, -(-count // 8), np.uint64).view(np.uint8)[:count]
 
 
@@ -400,7 +391,6 @@ def _bf16(seed: int, index: int, values: int) -> Iterator[bytes]:
 
 
 def write_gguf(files: list[BinaryIO], shape: Shape, seed: int, file_type: FileType = TYPES["q8_0"]) -> None:
-    """Write the model as GGUF into `files`, one for each shard."""
     tensors = gguf_tensors(shape, file_type)
     groups = split_by_size([tensor.size_bytes for tensor in tensors], len(files))
     for number, (file, group) in enumerate(zip(files, groups, strict=True)):
@@ -431,12 +421,11 @@ class Tensor:
 
 
 def gguf_tensors(shape: Shape, file_type: FileType) -> list[Tensor]:
-    """Return the tensors in the order of a GGUF file."""
     return [Tensor(weight, _block_of(weight, shape, file_type)) for weight in shape.weights()]
 
 
 def _block_of(weight: Weight, shape: Shape, file_type: FileType) -> BlockType | None:
-    """Return the type of a tensor; None for tensors that are float32 in all file types."""
+    """Return None for tensors that are float32 in all file types."""
     return None if weight.rows is None or weight.role == "router" else file_type.block_of(weight, shape)
 
 
@@ -608,7 +597,7 @@ def _safetensors_name(weight: Weight) -> str:
 
 
 def shard_paths(out: Path, shards: int) -> list[Path]:
-    """Return the tensor files: `out`, or shards with names in the form that llama.cpp and transformers expect."""
+    """Return `out`, or shards with names in the form that llama.cpp and transformers expect."""
     numbers = range(1, shards + 1)
     return [out] if shards == 1 else [out.with_name(f"{out.stem}-{one:05}-of-{shards:05}{out.suffix}") for one in numbers]
 
@@ -616,7 +605,7 @@ def shard_paths(out: Path, shards: int) -> list[Path]:
 def make_model(
     out: Path, shape: Shape, model_format: str, shards: int, seed: int, fused: bool = False, file_type: str = "q8_0"
 ) -> list[Path]:
-    """Write the model unless its files exist with the same parameters, and return the paths of its files."""
+    """Write the model unless its files exist with the same parameters; return their paths."""
     paths = shard_paths(out, shards)
     paths += [out.with_name(f"{out.name}.index.json")] if shards > 1 and model_format == "safetensors" else []
     parameters = {"version": _GENERATOR_VERSION, "format": model_format, "shards": shards, "seed": seed}
@@ -637,7 +626,6 @@ def make_model(
 
 
 def _is_right(sidecar: Path, parameters: dict[str, object], paths: list[Path]) -> bool:
-    """Return whether `sidecar` has `parameters`, and all files exist with the sizes recorded there."""
     try:
         recorded = json.loads(sidecar.read_text())
         sizes = {path.name: path.stat().st_size for path in paths}
@@ -647,7 +635,6 @@ def _is_right(sidecar: Path, parameters: dict[str, object], paths: list[Path]) -
 
 
 def _write(paths: list[Path], shape: Shape, model_format: str, seed: int, fused: bool, file_type: FileType) -> None:
-    """Write the files under temporary names, and rename them when all are complete."""
     with contextlib.ExitStack() as stack:
         files: list[BinaryIO] = [stack.enter_context(replacing(path, 0o666)) for path in paths]
         if model_format == "gguf":
@@ -712,7 +699,6 @@ def _chosen_shape(arguments: argparse.Namespace) -> tuple[Shape, str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Generate the model that `words` (default: the command line) describe, and print the paths of its files."""
     arguments = _arguments(words)
     shape, file_type = _chosen_shape(arguments)
     if not 1 <= arguments.split <= len(list(shape.weights())):

@@ -31,7 +31,6 @@ _BEGIN, _END = "<!-- table: written by tools/make_traces.py -->\n", "<!-- end of
 
 
 def sample(name: str) -> Trace:
-    """Return the trace of the shape `name` as in traces/."""
     whole = SHAPES[name]()
     rows = SAMPLE_ROWS.get(name, len(whole))
     if rows >= len(whole):
@@ -42,7 +41,6 @@ def sample(name: str) -> Trace:
 
 
 def make_traces(out: Path, names: Sequence[str], seed: int | None) -> list[Trace]:
-    """Write the traces of the shapes `names` into `out`, replacing existing ones, and return them."""
     out.mkdir(parents=True, exist_ok=True)
     made = [sample(name) if seed is None else SHAPES[name](seed) for name in names]
     for name, trace in zip(names, made, strict=True):
@@ -51,7 +49,6 @@ def make_traces(out: Path, names: Sequence[str], seed: int | None) -> list[Trace
 
 
 def table(traces: Sequence[Trace]) -> str:
-    """Return a Markdown table of `traces`, which are of all shapes, in their order."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
     lines = ["| trace | group | rows | accesses (blocks) | writes | distinct | lasts |", "|---|---|---|---|---|---|---|"]
     for name, trace in zip(SHAPES, traces, strict=True):
@@ -64,7 +61,6 @@ def table(traces: Sequence[Trace]) -> str:
 
 
 def with_table(readme: str, traces: Sequence[Trace]) -> str:
-    """Return `readme` with its table replaced."""
     before, begin, rest = readme.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
@@ -75,7 +71,6 @@ def with_table(readme: str, traces: Sequence[Trace]) -> str:
 
 
 def main() -> int:
-    """Write the requested traces and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", default=TRACES, metavar="OUT", help="directory (default: traces/)")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"shapes (default: all): {', '.join(SHAPES)}")

@@ -101,7 +101,6 @@ SUBJECTS = {
 
 
 def record(target: Path, base: Path, force: bool) -> Path:
-    """Record the subject named by `target`; return the path of the trace."""
     subject = SUBJECTS[target.stem]
     with tempfile.TemporaryDirectory(prefix="llmcache-", dir=base) as directory:
         file = Path(directory) / subject.file
@@ -147,7 +146,6 @@ def record_arena(target: Path, base: Path, force: bool) -> Path:
 
 
 def main() -> int:
-    """Record the requested traces and print their paths."""
     names = [*SUBJECTS, ARENA]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

@@ -20,14 +20,14 @@ _TOKEN = re.compile(r"(?:\\%)?\\fB([a-z.\\-]+)\\fP\((\d)\)|(\\f[BIP])|\\(\((?:ha
 _LETTERS = {"-": "-", "%": "", "e": "\\", "`": "`", "(ha": "^", "(ti": "~"}
 
 
-def manual(root: Path = ROOT) -> dict[str, str]:
+def manual() -> dict[str, str]:
     """Return the manual pages in Markdown, by file name ("llmcache-size.1")."""
-    sources = {path.name: path.read_text() for path in sorted(root.glob("tools/man/man?/*"))}
+    sources = {path.name: path.read_text() for path in sorted(ROOT.glob("tools/man/man?/*"))}
     return {name: markdown(name, text, set(sources)) for name, text in sources.items()}
 
 
 def markdown(name: str, text: str, known: set[str]) -> str:
-    """Return a page of man(7), as tools/make_man.py writes it, in Markdown; `known`: the names of all pages."""
+    """Convert a page of man(7), as tools/make_man.py writes it; `known`: the names of all pages."""
     title, _, number = name.rpartition(".")
     return "\n\n".join((f"# {title}({number})", *_blocks(text.splitlines(), known))) + "\n"
 
@@ -67,7 +67,7 @@ def _blocks(lines: list[str], known: set[str]) -> Iterator[str]:
 
 
 def _inline(line: str, known: set[str]) -> str:
-    """Return a line of man(7) as HTML: fonts, escaped characters, and links to the pages in `known`."""
+    """Convert fonts and escaped characters to HTML, and names of pages in `known` to links."""
     closing = ""
 
     def token(found: re.Match[str]) -> str:
@@ -87,7 +87,7 @@ def _inline(line: str, known: set[str]) -> str:
 
 
 def linked(text: str) -> str:
-    """Return a page of docs/ with its links to manual pages and to pages of the root replaced by links of the site."""
+    """Replace links to manual pages and to pages of the root by links of the site."""
     return _LINK.sub(lambda found: f"]({found[1]}" if found[1] in ROOT_PAGES else f"](man/{found[1]}.md", text)
 
 
@@ -102,5 +102,4 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(text: str, **_: Any) -> str:
-    """Replace links, see `linked`."""
     return linked(text)

@@ -57,9 +57,9 @@ def copying(rng: np.random.Generator, batch: int, tokens: int) -> TrainingBatch:
     return TrainingBatch(ids, predicted)
 
 
-def recalling(rng: np.random.Generator, batch: int, tokens: int, most_pairs: int = 64) -> TrainingBatch:
+def recalling(rng: np.random.Generator, batch: int, tokens: int) -> TrainingBatch:
     """Return contexts with questions; the answers are to be predicted."""
-    most = min(most_pairs, tokens // 8)
+    most = min(64, tokens // 8)
     pairs = int(rng.integers(max(2, most // 4), most + 1))
     questions = max(4, min(64, tokens // 8))
     found = recall(rng, batch, tokens - 2 * questions, pairs=pairs, questions=questions)
@@ -139,7 +139,6 @@ def new_model() -> Any:
 
 
 def known(model: Any, tokens: int, contexts: int) -> float:
-    """Return the share of correct answers to 32 questions after contexts of `tokens` tokens with 64 pairs."""
     questions = recall(np.random.default_rng(123), contexts, tokens)
     right = []
     with torch.no_grad():
@@ -150,7 +149,6 @@ def known(model: Any, tokens: int, contexts: int) -> float:
 
 
 def train(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
-    """Train according to `options`, write the model to options.out, and return its accuracies."""
     if options.out.exists() and any(options.out.iterdir()):
         raise UsageError(f"OUT: {options.out} is not empty", "name a new directory")
     torch.manual_seed(options.seed)
@@ -175,9 +173,7 @@ def train(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, 
 
 
 def _name_rotation(config: Path) -> None:
-    """Add the base of the rotary embedding under the name that transformers 4 reads; version 5 writes only
-    `rope_parameters`.
-    """
+    """Add the base of the rotary embedding under the name of transformers 4; version 5 writes only `rope_parameters`."""
     found = json.loads(config.read_text())
     config.write_text(json.dumps({**found, "rope_theta": ROTATION}, indent=2) + "\n")
 
@@ -199,7 +195,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Train, and print the result as JSON."""
     print(json.dumps(train(_arguments(), lambda line: print(line, file=sys.stderr))))
     return 0
 

@@ -87,7 +87,7 @@ def window_for(size_bytes: int, budget_bytes: int, convoy: int, least_bytes: int
 
 
 def least_window(bytes_per_s: float) -> int:
-    """Return the window (bytes) for streaming in mode inplace at which storage of this speed is never idle."""
+    """Return the window (bytes) in mode inplace at which storage of this speed is never idle."""
     return min(LEAST_WINDOW_MAX_BYTES, max(LEAST_WINDOW_MIN_BYTES, int(2 * DELAY_S * bytes_per_s)))
 
 

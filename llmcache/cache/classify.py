@@ -429,7 +429,7 @@ def _length(place: Place) -> int:
 
 
 def _settle(place: Place, regions: list[Place]) -> bool:
-    """Count a scattered place in the region that it is part of, unless it is hot; return True if there is one."""
+    """Count a scattered place in the region that it is part of, unless it is hot; return whether there is one."""
     for index, region in enumerate(regions):
         shared = common(place, region)
         edge = _is_edge(place, region)
@@ -447,7 +447,7 @@ def _settle(place: Place, regions: list[Place]) -> bool:
 
 
 def _belongs(strided: Place, regions: list[Place]) -> bool:
-    """Count strided runs in the unstrided walk around most of them; return False if there is none."""
+    """Count strided runs in the unstrided walk around most of them; return whether there is one."""
     if strided.kind != SEQ or not regions:
         return False
     ends = [region.end for region in regions]

@@ -78,7 +78,7 @@ class StackDistances:
         self._totals = [0, 0]
 
     def feed(self, first: Int64s, count: Int64s, reads: Flags) -> None:
-        """Process runs (ids first[i] .. first[i] + count[i] - 1, in this order); `reads[i]` is False for writes."""
+        """Process runs (ids first[i] .. first[i] + count[i] - 1); `reads[i]` is False for writes."""
         _feed(self._stack, np.ascontiguousarray(first), np.ascontiguousarray(count), reads)
         self._totals[1] += int(count[reads].sum())
         self._totals[0] += int(count[~reads].sum())

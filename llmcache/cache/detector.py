@@ -56,7 +56,7 @@ class Place:
     rhythms: tuple[Period, ...] = ()  # all recurring intervals, shortest first; the period is the most frequent one
 
     def expired(self, now: Moment) -> bool:
-        """Return True if this loop missed MISSED_PERIODS, in time (slow storage) and in accesses (a user's pause)."""
+        """Return whether this loop missed MISSED_PERIODS, in time (slow storage) and in accesses (a user's pause)."""
         if not self.rhythms:
             return False
         longest = self.rhythms[-1]
@@ -420,7 +420,7 @@ class Trail:
         self.strides: OrderedDict[tuple[int, int, int], Sweeps] = OrderedDict()  # key: stride, phase, width of the runs
 
     def record_run(self, run: BlockRun) -> bool:
-        """Return True if the run only repeats the one before it."""
+        """Return whether the run only repeats the one before it."""
         repeated, walks = self.streams.record_run(run)
         for walk in walks:
             self._take(walk)

@@ -66,7 +66,7 @@ class Turns:
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def is_new_visit(self, number: int) -> bool:
-        """Return True if half of the layers were accessed since the last access to layer `number`, or if there was none."""
+        """Return whether half of the layers were accessed since the last access to layer `number`, or there was none."""
         self._seen.add(number)
         is_new = number not in self._recent
         self._recent[number] = None
@@ -162,9 +162,8 @@ class _LayerCounts:
         return sorted(found, key=lambda layer: len(found) if layer.place is None else layer.place)
 
     def _order(self) -> list[int]:
-        """Return the fullest pass, starting at the lowest numbered layer.
-
-        Threads that run far ahead, or cached data, cut passes short: short ones do not count.
+        """Return the fullest pass, starting at the lowest numbered layer. Threads that run ahead, or cached data, cut
+        passes short.
         """
         fullest = max(reversed(self._passes), key=len, default=())
         whole = [each for each in self._passes if 2 * len(each) >= len(fullest)]

@@ -178,7 +178,7 @@ class PassRecorder:
 
 
 class LoopOrder:
-    """A permutation of the extents 0..count-1, initially in file order: `rank_of[extent]` and `extent_at[rank]`."""
+    """A permutation of the extents, initially in file order: `rank_of[extent]` and `extent_at[rank]`."""
 
     def __init__(self, count: int) -> None:
         self.reset(count)

@@ -34,7 +34,7 @@ AUTO: tuple[CacheSize, ...] = tuple(
 
 
 def resolved(sizes: Sequence[CacheSize], footprint_blocks: int) -> list[int]:
-    """Return distinct `sizes` in bytes for a footprint in blocks; UsageError for a share of less than one block."""
+    """Return distinct `sizes` in bytes; UsageError for a share of less than one block."""
     found: dict[int, None] = {}
     for size in sizes:
         if isinstance(size, int):
@@ -71,7 +71,7 @@ class Plan:
 def plan_of(
     policy: str, cache: str, bw: str | None, t: str | None, mrc: bool, setup: str = "0", drawn: bool = False
 ) -> Plan:
-    """Return the plan for these options, as typed; UsageError names the invalid option. `drawn`: include the curve of LRU.
+    """Return the plan for these options; UsageError names the invalid option. `drawn`: include the curve of LRU.
 
     Differs from the paper: storage delivers its full bandwidth unless `setup` adds a time to each missed block, because
     blocks missed in sequence are read together. The 2 us of each 1 KiB request to the GPU are omitted as well.

@@ -1,4 +1,4 @@
-"""The result of a simulation, in base units, with the field names of the JSON."""
+"""The result of a simulation, with the field names of the JSON."""
 
 from __future__ import annotations
 

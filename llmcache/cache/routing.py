@@ -38,7 +38,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """How the experts of one layer were used in its `visits`. `popularity`: uses of each expert, by its number.
+    """The use of the experts of one layer. `popularity`: uses of each expert, by its number.
 
     `again`: share (0..1) of the experts of a visit that were also used in the next one; None with a single visit.
     """
@@ -112,7 +112,7 @@ class MoeUses:
 
 
 class ExpertCounter:
-    """Collects the uses of experts from the batches of a trace, in order; 8 bytes for each use."""
+    """Collects the uses of experts from the batches of a trace; 8 bytes for each use."""
 
     def __init__(self, models: Models) -> None:
         self._known = models
@@ -192,9 +192,9 @@ class _ModelUses:
         self._files[file] = _Map(slices, edges[real], codes[real])
 
     def slices(self, file: int) -> Iterator[Slice]:
-        of = self._files[file].slices
-        experts = [(name, number) for name, _, count in of.layers for number in range(count)]
-        for expert, start, size_bytes in zip(of.expert_of, of.starts, of.sizes, strict=True):
+        held = self._files[file].slices
+        experts = [(name, number) for name, _, count in held.layers for number in range(count)]
+        for expert, start, size_bytes in zip(held.expert_of, held.starts, held.sizes, strict=True):
             yield Slice(*experts[expert], start, size_bytes)
 
     def count(self, batch: Trace) -> None:

@@ -12,7 +12,7 @@ MOST_BACK_OFF = 6  # doublings of the evidence required to steer again
 
 
 class Shadow:
-    """An LRU cache of `capacity_bytes` without data: the keys that it would contain, and the bytes that it would read.
+    """An LRU cache without data: the keys that it would contain, and the bytes that it would read.
 
     A key is a unit of eviction: an extent, an expert, a page. Operations are O(1); each key takes about 100 bytes.
     """
@@ -30,9 +30,8 @@ class Shadow:
         return key in self._sizes
 
     def touch(self, key: Hashable, size_bytes: int) -> bool:
-        """Return True if LRU would have contained `key`, whose touched part has `size_bytes`; LRU contains it from now on.
-
-        A key that is touched with more bytes than before grows, and the difference counts as read.
+        """Return whether LRU contained `key`, whose touched part has `size_bytes`. If it grows, the difference counts as
+        read.
         """
         old_size = self._sizes.pop(key, 0)
         size = max(old_size, size_bytes)

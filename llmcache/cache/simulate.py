@@ -46,17 +46,14 @@ class Interrupted(Exception):
 
 
 class CancelFlag:
-    """Flag that stops the threads of a replay. Without a lock, because a signal handler may set it."""
+    """Stops the threads of a replay. Without a lock, because a signal handler may set it."""
 
     is_set = False
 
 
 @dataclass(frozen=True)
 class PlacedRuns:
-    """Some rows of a trace as input for the cells: arrays of one length, one entry per run.
-
-    `t_ns` uint64; `first` (dense id of the first block) and `count` (blocks) int64; `reads` bool, False for a write.
-    """
+    """Some rows of a trace: arrays of one length, one entry per run; `first` is a dense id, `reads` is False for a write."""
 
     t_ns: Uint64s
     first: Int64s
@@ -316,7 +313,7 @@ SIGNALS_S = 0.5  # a signal that arrives just before the main thread waits is ha
 
 
 def simulate(source: Source, policies: Sequence[str], cache_sizes_bytes: Sequence[CacheSize]) -> list[Result]:
-    """Return a row for each policy and size (bytes, or shares of the footprint) on one trace, a path or a `Trace`."""
+    """Return a row for each policy and size (bytes, or shares of the footprint) on one trace."""
     return list(simulate_all([source], Plan(tuple(policies), tuple(cache_sizes_bytes))).results)
 
 

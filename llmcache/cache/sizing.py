@@ -27,9 +27,8 @@ SECOND_NS = 10**9
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A kind of device: the memory that may cache a model (bytes), and the speed of its storage (bytes/s).
-
-    `cache_bytes` is for loop and hot set together. Source: io_caching section 4.2.
+    """A kind of device: the memory that may cache a model (bytes), loop and hot set together, and the speed of its
+    storage.
     """
 
     name: str
@@ -49,7 +48,7 @@ DEVICES: dict[str, DeviceClass] = {device.name: device for device in (WATCH, PHO
 
 @dataclass(frozen=True)
 class PaperConstants:
-    """Defaults of sizing. Source: io_caching, with the section at each value."""
+    """Defaults of sizing. Source: io_caching."""
 
     period_ns: int = 10**8  # 4.1: T = 0.1 s, the allowed fetch delay (8-12 tokens/s: 80-125 ms per token)
     period_changes: tuple[float, ...] = (-0.3, -0.2, 0.0, 0.2, 0.3)  # 4.1: "moderate variations (±20-30%)" of T
@@ -98,7 +97,7 @@ class SizingParameters:
 
     @property
     def staged_bytes(self) -> int:
-        """BW * T: the bytes that storage delivers during a pass, rounded down."""
+        """Return BW * T: the bytes that storage delivers during a pass, rounded down."""
         return self.bandwidth * self.period_ns // SECOND_NS
 
     def scaled(self, change: float) -> SizingParameters:
@@ -125,7 +124,7 @@ def size_of(loop: Weights) -> int:
 
 
 def need(loop: Weights, setting: SizingParameters) -> Need:
-    """Return the smallest cache with which `loop` runs without stalls. Source: io_caching formula (1)."""
+    """Return the smallest cache with which `loop` runs without stalls (formula (1))."""
     if isinstance(loop, MoeBytes):
         kept = loop.kept_bytes(setting.staged_bytes)
         return Need(kept, -(-kept // BLOCK_BYTES), kept + setting.hot_bytes)
@@ -196,7 +195,7 @@ def _passes_missing(kept: int, missing: int, setting: SizingParameters) -> Passe
 
 @dataclass(frozen=True)
 class Capacity:
-    """The limits of a given cache: the largest loop without stalls, and the cost of passes over the given loop, if any."""
+    """The limits of a cache: the largest loop without stalls, and the cost of passes over the given loop, if any."""
 
     cache_bytes: int
     largest_loop_bytes: int
@@ -205,7 +204,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Ram:
-    """Memory of `ram_bytes` for a loop, and what the loop needs to run without stalls.
+    """Memory of `ram_bytes` for a loop, and the memory or bandwidth that the loop needs to run without stalls.
 
     `mount_cache_bytes` is the part that llmcachefs uses. `needed_ram_bytes`, or `needed_bandwidth` (bytes/s), avoids stalls.
     `fits_repacked`: the memory has room for llama.cpp's copies too; None without copies.
@@ -251,7 +250,7 @@ class ModeNeed:
 
 @dataclass(frozen=True)
 class Answer:
-    """The output of `llmcache size`; parts that were not requested are None or empty. *Modelled* by formula (1)."""
+    """The output of `llmcache size`; parts that were not requested are None or empty."""
 
     setting: SizingParameters
     storage: Storage

@@ -1,7 +1,7 @@
 """A loop space: the facts and the plan of one file, or of all shards of one model, whose extents are numbered in a row.
 
 The clock of `learner` is the time (ns) in modes steer and inplace; it counts references in arena and in the simulator, where
-only fetches are recorded. No I/O, no threads; the caller holds the lock.
+only fetches are recorded. The caller holds the lock.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class SpacePlan:
 class Space:
     """Facts of one loop space, and its current plan.
 
-    `single` extents are read by pages and never pinned; `hot` ones are single too, and have a reserved share of the budget.
-    `wanted` extents are to be pinned. `held` are those that mode arena and the simulator have pinned.
+    `kind`: "loop", or for extents that are all single: "hot" (small files), "written" or "paged". `single` extents are
+    read by pages and never pinned; `hot` ones are single too, and have a reserved share of the budget. `wanted` extents
+    are to be pinned. `held` are those that mode arena and the simulator have pinned.
     """
 
     def __init__(self, key: str, extent_bytes: int, parts: Iterable[Part], kind: str = "loop") -> None:
-        """`kind`: "loop", or for extents that are all single: "hot" (small files), "written" or "paged"."""
         self.key = key
         self.kind = kind
         self.number = 0  # in the order in which the spaces were added

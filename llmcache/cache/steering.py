@@ -60,7 +60,7 @@ class Spaces:
         self.journal: Callable[[Event], None] = lambda _event: None
 
     def apply(self, event: Event) -> None:
-        """Apply an event in its JSON form. ValueError for a name that is not one of an event."""
+        """Apply an event in its JSON form; ValueError for a name that is not one of an event."""
         name, *arguments = event
         if name not in _EVENTS:
             raise ValueError(f"event: must be one of {', '.join(sorted(_EVENTS))}, not {name!r}")

@@ -115,7 +115,7 @@ class Stream:
         return (aim, self.low, *self.last) if self.runs == 1 else (aim, *self.last)
 
     def comes_back(self, run: BlockRun) -> bool:
-        """Return True if `run` revisits blocks long after their last access: another visit, not a repeat."""
+        """Return whether `run` revisits blocks long after their last access: another visit, not a repeat."""
         stays = run.first >= self.head if self.down else run.end <= self.head
         if not self.sequential:
             stays = self.low <= run.first and run.end <= self.high

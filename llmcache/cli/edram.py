@@ -44,16 +44,20 @@ def names(table: str, several: bool = True) -> types.NameType:
     return types.NameType("all", table=f"llmcache.papers.edram.systems:{table}", several=several)
 
 
-def profile_option(
-    default: str = "paper,silicon", about: str = "Energy profiles: paper, public, silicon, or all."
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def profile_option(default: str = "paper,silicon") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option `--profile`, for names of profiles separated by commas."""
-    return click.option(
-        "--profile",
-        type=types.NameType("all", table="llmcache.papers.edram.constants:PROFILES"),
-        default=default,
-        help=about,
-    )
+    kind = types.NameType("all", table="llmcache.papers.edram.constants:PROFILES")
+    return click.option("--profile", type=kind, default=default, help="Energy profiles: paper, public, silicon, or all.")
+
+
+_recompute_option = click.option(
+    "--recompute",
+    metavar="MODE",
+    help="Recomputation: first-principles, declared (section 8.3.2) or none [default: the system's].",
+)
+_constants_option = click.option(
+    "--constants", type=types.FILE, help="TOML file with your own profiles, models, workloads and systems."
+)
 
 
 @base.command("model")
@@ -66,12 +70,8 @@ def profile_option(
 @click.option("--window", type=whole(0), help="Recent tokens that are never evicted [default: the workload's].")
 @click.option("--system", type=names("SYSTEMS"), default="all", help="Systems to compare, or all.")
 @profile_option()
-@click.option(
-    "--recompute",
-    metavar="MODE",
-    help="Recomputation: first-principles, declared (section 8.3.2) or none [default: the system's].",
-)
-@click.option("--constants", type=types.FILE, help="TOML file with your own profiles, models, workloads and systems.")
+@_recompute_option
+@_constants_option
 @base.json_option("llmcache.edram-model/1")
 def model_command(as_json: bool, **options: Any) -> None:
     """Compare latency and energy of serving MODEL on the five systems of the Kelle paper, by component (modelled).
@@ -127,12 +127,8 @@ def model_command(as_json: bool, **options: Any) -> None:
     help="DRAM bandwidths: 15GB/s,64GB/s.",
 )
 @click.option("--kv-memory", "kv_capacities", type=several(types.SIZE), default=(), help="KV memory capacities: 4Mi,8Mi.")
-@click.option(
-    "--recompute",
-    metavar="MODE",
-    help="Recomputation: first-principles, declared (section 8.3.2) or none [default: the system's].",
-)
-@click.option("--constants", type=types.FILE, help="TOML file with your own profiles, models, workloads and systems.")
+@_recompute_option
+@_constants_option
 @base.json_option("llmcache.edram-sweep/1")
 def sweep_command(as_json: bool, **options: Any) -> None:
     """Compare latency and energy of every combination of the parameters with Original+SRAM (modelled).

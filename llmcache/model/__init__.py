@@ -12,7 +12,7 @@ from llmcache.model.tensors import ModelLayout
 
 
 def is_gguf(read: ReadAt, size: int) -> bool:
-    """Return True if a file of `size` bytes begins with the GGUF magic."""
+    """Return whether a file of `size` bytes begins with the GGUF magic."""
     return size >= len(MAGIC) and read(0, len(MAGIC)) == MAGIC
 
 

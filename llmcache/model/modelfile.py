@@ -230,11 +230,11 @@ UNKNOWN = Models()  # finds no models
 class ModelHeaders(Models):
     """Layouts of the model files of a trace, read if the path still has the recorded size and inode.
 
-    Each path in `models` stands for the files of the trace that have its name, or else its size.
+    Each path in `models` stands for the files of the trace that have its name, or else its size. UsageError if one
+    matches none of `files`, DataError if it is not a model.
     """
 
     def __init__(self, models: Sequence[str], files: Sequence[TraceFile]) -> None:
-        """Raise UsageError if one of `models` matches none of `files`, DataError if one is not a model."""
         self._given: dict[int, ModelLayout] = {}
         for path in (_named_file(path) for path in models):
             layout, size = _known(path, "give a .gguf or .safetensors file of the trace")

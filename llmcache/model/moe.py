@@ -183,7 +183,7 @@ class ModelBytes:
 
     @property
     def loop(self) -> Weights:
-        """All bytes that tokens read, an upper bound, if the number of used experts of an MoE model is unknown."""
+        """Return all bytes that tokens read, an upper bound, if the number of used experts of an MoE model is unknown."""
         if self.experts is None or self.used is None:
             return self.loop_bytes
         return MoeBytes(self.loop_bytes - self.sparse_bytes, self.sparse_bytes, self.experts, self.used)

@@ -54,7 +54,7 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_below(fd: int, steps: Iterable[str], flags: int = _STEP) -> int:
-    """Open the directory at the path `steps` below the directory `fd`, without following links. Raises OSError."""
+    """Open the directory at the path `steps` below the directory `fd`, without following links; OSError."""
     found = os.open(".", _STEP, dir_fd=fd)
     for step in steps:
         try:
@@ -138,13 +138,13 @@ class _View:
 
 
 class ModelNames:
-    """Names of the files below a directory; paths begin with a slash and are relative to it. Safe to use on any thread."""
+    """Names of the files below a directory; paths begin with a slash and are relative to it. Safe to use on any thread.
+
+    `fd`: a descriptor of `directory`, whose path may lead elsewhere by now (a mount over it). `links_only`: do not read
+    manifests and indexes.
+    """
 
     def __init__(self, directory: str, fd: int, *, links_only: bool = False) -> None:
-        """Duplicate `fd`, a descriptor of `directory`, whose path may lead elsewhere by now (a mount over it).
-
-        `links_only`: do not read manifests and indexes.
-        """
         self.directory = directory
         self._links_only = links_only
         self.version = 0  # changes with the names
@@ -173,7 +173,7 @@ class ModelNames:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Links that lead out of the directory, or in a circle."""
+        """Return links that lead out of the directory, or in a circle."""
         return self._view.outside
 
     @property
@@ -420,7 +420,7 @@ class ModelNames:
 
 
 def scanned(directory: str) -> ModelNames:
-    """Return the names of the files below a directory, from one scan. Raises OSError."""
+    """Return the names of the files below a directory, from one scan; OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         names = ModelNames(directory, fd)

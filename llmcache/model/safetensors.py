@@ -52,7 +52,7 @@ _ENTRY = re.compile(rb"[^}]*+\}")
 
 
 def begins_safetensors(read: ReadAt, file_bytes: int) -> bool:
-    """Return True if the file begins with a plausible header length and an opening brace."""
+    """Return whether the file begins with a plausible header length and an opening brace."""
     if file_bytes <= _LEAST_BYTES or len(first := read(0, 9)) < 9:
         return False
     length = int.from_bytes(first[:8], "little")

@@ -81,7 +81,7 @@ class ModelShape:
 
     @property
     def dense_parameters(self) -> int:
-        """Weights of all layers that each token uses, without norms and biases."""
+        """Return the weights of all layers that each token uses, without norms and biases."""
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
         plain = self.layers * (attention + self._matrices * self.hidden * self.ffn)
         moe = self.moe
@@ -138,7 +138,7 @@ class ModelShape:
 
     @property
     def key_bytes(self) -> float:
-        """Bytes of the keys of one token in one layer; its values take the same."""
+        """Return the bytes of the keys of one token in one layer; its values take the same."""
         scale = SCALE_BYTES if self.kv_dtype == "int8" else 0
         return self.kv_heads * (self.head_dim * KV_BYTES[self.kv_dtype] + scale)
 

@@ -63,22 +63,22 @@ OrderKey = tuple[int, int, int, float]
 
 
 def is_embedding(name: str) -> bool:
-    """Return True if `name` is an embedding, of which a token reads only some rows."""
+    """Return whether `name` is an embedding, of which a token reads only some rows."""
     return _EMBEDDING.search(name) is not None and _LAYER.search(name) is None
 
 
 def is_output(name: str) -> bool:
-    """Return True if `name` is the projection onto the vocabulary."""
+    """Return whether `name` is the projection onto the vocabulary."""
     return _OUTPUT.search(name) is not None and _LAYER.search(name) is None
 
 
 def is_expert(name: str) -> bool:
-    """Return True if the tensor `name` belongs to experts."""
+    """Return whether the tensor `name` belongs to experts."""
     return _EXPERT.search(name) is not None
 
 
 def compute_key(name: str, tied: bool = False) -> OrderKey:
-    """Return the sort key of the tensor `name`: (part of the model, stage, layer, step in the layer).
+    """Return the sort key of a tensor: (part of the model, stage, layer, step in the layer).
 
     With `tied`, the token embedding comes last, because it serves as the output projection.
     """
@@ -103,7 +103,7 @@ _LONGEST_SHOWN = 120
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file; `experts` is the number of expert slices in it, of equal size, or 1."""
+    """A tensor of a file; `experts` is the number of expert slices of equal size in it, or 1."""
 
     name: str
     offset: int
@@ -117,7 +117,7 @@ class Tensor:
 
     @property
     def layer(self) -> str:
-        """Its layer, such as "blk.3" or "model.layers.3"; its own name if it is not part of a layer."""
+        """Return its layer, such as "blk.3" or "model.layers.3"; its own name if it is not part of a layer."""
         layer = _LAYER.search(self.name)
         return self.name if layer is None else self.name[: layer.end() - 1]
 
@@ -145,7 +145,7 @@ class Region:
 
 
 class Guess(NamedTuple):
-    """Guess from a header: extents read page by page, the `hot` ones among them, and the order of all."""
+    """A guess from a header: extents read page by page, the `hot` ones among them, and the order of all."""
 
     single: list[int]
     hot: list[int]
@@ -174,7 +174,7 @@ _SHARD = re.compile(r".*-(?P<number>[0-9]{5,6})-of-(?P<count>[0-9]{5,6})(?:\.ggu
 
 @dataclass(frozen=True)
 class ShardName:
-    """Shard number (from 0) and number of shards, from a file name."""
+    """Shard number (from 0) and number of shards."""
 
     number: int
     count: int
@@ -192,7 +192,7 @@ def shard_name(name: str) -> ShardName | None:
 
 
 def shard_names(name: str) -> tuple[str, ...]:
-    """Return the names of all shards of the model of `name`, in order; only `name` if it is not a shard."""
+    """Return the names of all shards of the model of `name`; only `name` if it is not a shard."""
     shard = shard_name(name)
     if shard is None:
         return (name,)
@@ -220,7 +220,7 @@ class ModelLayout:
 
     @property
     def repacked_bytes(self) -> int:
-        """Bytes of the tensors that llama.cpp repacks with default settings. It does not repack embeddings."""
+        """Return the bytes of the tensors that llama.cpp repacks by default. It does not repack embeddings."""
         tensors = self.tensors if self.kind == "gguf" else ()
         return sum(one.size_bytes for one in tensors if one.dtype in REPACKED_TYPES and not is_embedding(one.name))
 
@@ -249,7 +249,7 @@ def quoted(name: str) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Return True if `text` can be encoded: JSON may contain escapes of unpaired surrogates."""
+    """Return whether `text` can be encoded: JSON may contain escapes of unpaired surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

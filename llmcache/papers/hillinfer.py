@@ -1,8 +1,7 @@
 """Efficient Long-Context LLM Inference on the Edge with Hierarchical KV Eviction using SmartSSD (HillInfer), recomputed.
 
-Anonymous ACL submission. Its figures have no numbers, so its words are quoted and judged (`hillinfer.toml`). Several
-readings of the setup that the paper leaves open are judged; none was chosen for its result. The paper's results, the
-model's, and measurements with an emulated device are separate.
+Anonymous ACL submission. Its figures print no numbers, so its words are judged (`hillinfer.toml`), under several readings of
+the parts of the setup that it leaves open; none was chosen for its result.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _STATED = Workload(CONTEXTS[0])
 
 @dataclass(frozen=True)
 class Reading:
-    """One reading of section 4.2: the assumptions of `workload`, at any context, on `machine`.
+    """A reading of section 4.2: the assumptions of `workload`, at any context, on `machine`.
 
     `ssd_share`: share of the KV cache on the SSD, for every system; None: the part that does not fit elsewhere.
     """
@@ -76,7 +75,6 @@ Cases = Mapping[tuple[str, int], Mapping[str, Latency]]
 
 
 def cases_of(reading: Reading) -> Cases:
-    """Return the latencies of the paper's models at every context."""
     return {
         (model.name, context): {name: reading.latency(name, model, context) for name in SYSTEMS}
         for model in MODELS.values()
@@ -86,13 +84,12 @@ def cases_of(reading: Reading) -> Cases:
 
 
 def speedup(latencies: Mapping[str, Latency], baseline: str) -> float:
-    """Return the latency of `baseline` as a multiple of HillInfer's (section 4.3)."""
-    own, other = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
-    return other / own
+    """Return the latency of `baseline` relative to HillInfer's (section 4.3)."""
+    hillinfer_ns, baseline_ns = (latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in ("hillinfer", baseline))
+    return baseline_ns / hillinfer_ns
 
 
 def speedups(cases: Cases) -> dict[str, list[float]]:
-    """Return HillInfer's speed-ups over each baseline."""
     return {baseline: [speedup(latencies, baseline) for latencies in cases.values()] for baseline in BASELINES}
 
 
@@ -106,7 +103,6 @@ BY_CONTEXT, BY_BATCH = (1024, 2048, 4096, 8192), (1, 2, 4, 8, 16)
 
 
 def memory_values() -> Claims:
-    """Return the values for the claims about memory."""
     uses = {model: memory_use(MODELS[model], MEMORY_CONTEXT, BATCH) for model in SAID}
     found: dict[str, Values] = {}
     for model, takes, exceeds in ((QWEN, "qwen-30-gb", "qwen-beyond-the-gpu"), (LLAMA, "llama-51-gb", "llama-beyond-a-pc")):
@@ -127,7 +123,6 @@ Transfers = Mapping[float, dict[float, float]]
 
 
 def modelled_transfers(reading: Reading) -> Transfers:
-    """Return figure 3a by the latency model."""
     model, rate = MODELS[QWEN], reading.machine.ssd_bytes_per_s
     return {share: {context: share * model.kv_bytes(context, BATCH) / rate for context in CONTEXTS} for share in SHARES}
 
@@ -139,7 +134,6 @@ def transfers_document(kind: str, layers: int, seconds: Transfers) -> dict[str, 
 
 
 def transfer_values(seconds: Transfers) -> Claims:
-    """Return the values for the claims about transfer times."""
     growth = min(after / before for row in seconds.values() for before, after in pairwise(row.values()))
     times = {f"{share:.0%} at {n}_ns": 1e9 * one for share, row in seconds.items() for n, one in row.items()}
     low, high = (seconds[share] for share in SHARES)
@@ -154,7 +148,7 @@ def transfer_values(seconds: Transfers) -> Claims:
 
 
 def accuracy_values(found: Mapping[str, Any], system: str) -> Claims:
-    """Return the values for the claims about answers, as shares: `full`, and `by_system[system][alpha]`."""
+    """Return the values for the claims about answers; `found` has shares: `full`, and `by_system[system][alpha]`."""
     rows = {float(alpha): share for alpha, share in found["by_system"][system].items()}
     full = found["full"]
     least = min((alpha for alpha, share in rows.items() if full - share <= 0.01), default=1.0)
@@ -169,7 +163,6 @@ def accuracy_values(found: Mapping[str, Any], system: str) -> Claims:
 
 
 def speedup_values(cases: Cases) -> Claims:
-    """Return the values for the claims about speed-ups."""
     rows = speedups(cases)
     every = [value for row in rows.values() for value in row]
     inside = sum(LEAST <= value <= MOST for value in every)
@@ -181,7 +174,7 @@ def speedup_values(cases: Cases) -> Claims:
         for before, after in pairwise([value for (name, _), value in zip(cases, row, strict=True) if name == model])
     ]
     times = [[latencies[name].end_to_end_ns(OUTPUT_TOKENS) for name in SYSTEMS] for latencies in cases.values()]
-    ordered = sum(all(before >= after for before, after in pairwise(of)) for of in times)
+    ordered = sum(all(before >= after for before, after in pairwise(by_system)) for by_system in times)
     return {
         "speed-up-range": {**ends, "share_in_range": inside / len(every)},
         "up-to-8.56": {"most": max(every), "away": abs(max(every) / MOST - 1)},
@@ -232,7 +225,6 @@ BETA_RULE = PAPER_PC.score_bytes_per_s / PAPER_PC.device_bytes_per_s
 
 
 def part_values(found: Mapping[str, Latency], reading: Reading) -> Claims:
-    """Return the values for the claims about the parts of HillInfer and their overhead."""
     times = {f"{part}, s": one.token_ns / 1e9 for part, one in found.items()}
     whole, model = found[WHOLE], MODELS[QWEN]
     tokens = whole.places.ssd / model.token_bytes
@@ -246,7 +238,7 @@ def part_values(found: Mapping[str, Latency], reading: Reading) -> Claims:
 
 
 def beta_sweep() -> dict[str, list[float]]:
-    """Return figure 11b by the model, ns per token at each of `STEPS`, with unlimited host memory."""
+    """Return figure 11b: ns per token at each of `STEPS`, with unlimited host memory."""
     model, workload = MODELS[QWEN], Workload(PART_CONTEXT)
     places = [by_beta(model.kv_bytes(PART_CONTEXT, BATCH), step * BETA_RULE) for step in STEPS]
     return {
@@ -259,7 +251,7 @@ def beta_sweep() -> dict[str, list[float]]:
 
 
 def sweep_values(times: Sequence[float]) -> Values:
-    """Return the distance, in steps, of the least latency from beta = fc / fs."""
+    """Return the distance, in steps, of the shortest time from beta = fc / fs."""
     best, place = times.index(min(times)), STEPS.index(1.0)
     by_step = {f"at {step:g} fc/fs_ns": time for step, time in zip(STEPS, times, strict=True)}
     away = {"excess_at_rule": times[place] / min(times) - 1, "steps_away": abs(best - place)}
@@ -270,7 +262,6 @@ def sweep_values(times: Sequence[float]) -> Values:
 
 
 def run_values(bench: Bench) -> Claims:
-    """Return the values for the claims about speed-ups, parts and traffic."""
     rows = {row.policy: row for row in bench.rows}
     gains = {name: rows["hillinfer"].speedup_over(rows[name]) for name in BASELINES}
     times = {f"{name}_ns": rows[name].token_ns for name in ("prefetch", "hillinfer-no-app", "hillinfer")}
@@ -291,7 +282,7 @@ def run_values(bench: Bench) -> Claims:
 
 
 def beta_values(bench: Bench) -> Values:
-    """Return the distance, in steps, of the least latency from the expected beta."""
+    """Return the distance, in steps, of the shortest time from the expected beta."""
     rows = sorted((row.beta or 0.0, row.token_ns) for row in bench.rows)
     betas, times = [beta for beta, _ in rows], [time for _, time in rows]
     expected = bench.marks.expected if bench.marks is not None else 0.0
@@ -306,7 +297,7 @@ def beta_values(bench: Bench) -> Values:
 
 
 class HillInferResults:
-    """All results; missing measurements are None, and `measured["missing"]` gives the reasons."""
+    """All results; missing measurements are None, with reasons in `measured["missing"]`."""
 
     def __init__(self, paper: Paper, measured: Mapping[str, Any]) -> None:
         self.paper, self.measured = paper, measured
@@ -330,7 +321,9 @@ class HillInferResults:
     def ours(self) -> Ours:
 
         def by_variant(found: Mapping[str, Claims]) -> dict[str, dict[str, Values]]:
-            return {name: {variant: own[name] for variant, own in found.items()} for name in next(iter(found.values()))}
+            return {
+                name: {variant: claims[name] for variant, claims in found.items()} for name in next(iter(found.values()))
+            }
 
         step = READINGS["share-20"].latency("prefetch", MODELS[QWEN], MODELS[QWEN].context_limit)
         dominates = {"transfer_share": min(1.0, step.busy["link"] / step.token_ns), "idle_share": step.idle_share}
@@ -339,7 +332,7 @@ class HillInferResults:
             "figure 2": alone("memory model", memory_values()),
             "figure 3": alone(read, transfer_values(self.transfers["modelled"])),
             "figure 3, the step": {"dominates": {read: dominates}},
-            "figures 9 and 10": by_variant({name: speedup_values(of) for name, of in self.cases.items()}),
+            "figures 9 and 10": by_variant({name: speedup_values(cases) for name, cases in self.cases.items()}),
             "figure 11a and overhead": by_variant(
                 {name: part_values(self.parts[name], reading) for name, reading in READINGS.items()}
             ),
@@ -359,7 +352,7 @@ class HillInferResults:
     def document(self) -> dict[str, Any]:
         here = {key: self.measured[key] for key in ("systems", "beta", "accuracy", "missing", "machine", "date", "quick")}
         layers = {"modelled": MODELS[QWEN].layers, "measured": (self.measured["transfers"] or {}).get("layers", 0)}
-        transfers = {kind: transfers_document(kind, layers[kind], of) for kind, of in self.transfers.items()}
+        transfers = {kind: transfers_document(kind, layers[kind], rows) for kind, rows in self.transfers.items()}
         points = [
             {
                 "reading": name,
@@ -368,8 +361,8 @@ class HillInferResults:
                 "systems": [one.to_json() for one in latencies.values()],
                 "end_to_end_speedup": {baseline: speedup(latencies, baseline) for baseline in BASELINES},
             }
-            for name, of in self.cases.items()
-            for (model, context), latencies in of.items()
+            for name, rows in self.cases.items()
+            for (model, context), latencies in rows.items()
         ]
         memory = [
             {"model": model, "context": n, "batch": batch, **memory_use(MODELS[model], n, batch).to_json()}
@@ -412,7 +405,6 @@ class HillInferResults:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed; `quick` has no effect."""
     progress("evaluating the models")
     paper = read_paper("hillinfer")
     results = HillInferResults(paper, measurements("hillinfer"))
@@ -425,9 +417,11 @@ def reproduce(quick: bool, progress: Progress) -> Reproduction:
 def _blocks(found: HillInferResults) -> Blocks:
     paper, measured, places = found.paper, found.measured, found.paper.data["measured"]
     memory = ", ".join(f"{model} {memory_use(MODELS[model], MEMORY_CONTEXT, BATCH).total / GIB:.1f} GiB" for model in SAID)
-    ends = [(kind, share, list(row.values())) for kind, of in found.transfers.items() for share, row in of.items()]
-    ends_text = "; ".join(f"{kind}, {share:.0%}: {of[0]:.3g} to {of[-1]:.3g} s" for kind, share, of in ends)
-    beta = "; ".join(f"{name}: {min(of) / 1e6:.0f} to {max(of) / 1e6:.0f} ms" for name, of in found.sweep.items())
+    ends = [(kind, share, list(row.values())) for kind, values in found.transfers.items() for share, row in values.items()]
+    ends_text = "; ".join(f"{kind}, {share:.0%}: {values[0]:.3g} to {values[-1]:.3g} s" for kind, share, values in ends)
+    beta = "; ".join(
+        f"{name}: {min(values) / 1e6:.0f} to {max(values) / 1e6:.0f} ms" for name, values in found.sweep.items()
+    )
     blocks: dict[str, list[HtmlBlock]] = {
         "Speed-ups: differences and reasons": list(_why(found)),
         "Memory (figure 2)": [picture(paper, "memory", _memory_figure(), values=memory)],
@@ -463,12 +457,14 @@ def _why(found: HillInferResults) -> Iterator[HtmlBlock]:
     rates = {"device": device / 1e9, "ssd": ssd / 1e9, "times": ssd / device, "half": ssd / device / 2}
     columns = ["reading", *(f"over {SYSTEMS[name].title}" for name in BASELINES)]
     ranges: list[list[Cell]] = [
-        [paper.variants[name], *(f"{min(row):.2f} to {max(row):.2f}" for row in speedups(of).values())]
-        for name, of in found.cases.items()
+        [paper.variants[name], *(f"{min(row):.2f} to {max(row):.2f}" for row in speedups(values).values())]
+        for name, values in found.cases.items()
     ]
     yield Table("End-to-end speed-up (modelled); in the paper: 4.21 to 8.56", columns, ranges)
     yield from (Text(text.format(**moved, **long, **rates)) for text in paper.data["why"])
-    needs: list[list[Cell]] = [[paper.variants[name], *map(_rates, of.values())] for name, of in found.needed.items()]
+    needs: list[list[Cell]] = [
+        [paper.variants[name], *map(_rates, values.values())] for name, values in found.needed.items()
+    ]
     yield Table("SSD bandwidth of the baselines that gives 4.21 to 8.56 (GB/s, Qwen-7B, 4 K, modelled)", columns, needs)
     yield Fold("The readings", [Facts([(paper.variants[name], text) for name, text in paper.data["readings"].items()])])
 
@@ -518,9 +514,9 @@ def _memory_figure() -> Figure:
 def _transfer_figure(found: Mapping[str, Transfers]) -> Figure:
     panels = {
         kind.capitalize(): {
-            f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, of.items(), strict=True)
+            f"{share:.0%} of the KV cache": (look, row) for look, (share, row) in zip(_TWO, rows.items(), strict=True)
         }
-        for kind, of in found.items()
+        for kind, rows in found.items()
     }
     return curves_figure(panels, "context (tokens)", "seconds", doubling=True)
 

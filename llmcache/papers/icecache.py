@@ -30,7 +30,7 @@ Length = Mapping[str, Any]
 
 
 def row_of(bench: TaskBench, policy: str, budget: int | None = None, context: int | None = None) -> TaskRow:
-    """Return the row of a policy. `budget` None: its largest; `context` None: the longest."""
+    """Return the row of a policy, by default with its largest budget at the longest context."""
     at = bench.contexts[-1] if context is None else context
     rows = [row for row in bench.at(at) if row.policy == policy and budget in (None, row.budget)]
     return max(rows, key=lambda row: row.budget or 0)
@@ -46,14 +46,13 @@ def _budgets(bench: TaskBench) -> list[int]:
 
 
 def every_passkey(bench: TaskBench, policy: str) -> Values:
-    """Return the share of passkeys found, overall and in the worst case."""
     rows = [row for row in bench.rows if row.policy == policy]
     right, asked = sum(sum(row.answers.right) for row in rows), sum(row.answers.questions for row in rows)
     return {"share": right / asked, "asked": asked, "least_share": min(row.answers.share for row in rows)}
 
 
 def kept(bench: TaskBench, policy: str) -> Values:
-    """Return the share of the full cache's answers that the largest budget keeps, at the worst context."""
+    """Return the share of the full cache's right answers that the largest budget keeps, at the worst context."""
     rows = [row_of(bench, policy, context=context) for context in bench.contexts]
     fulls = [bench.stock(row.context).answers.share for row in rows]
     relative = min(row.answers.share / full if full else 0.0 for row, full in zip(rows, fulls, strict=True))
@@ -61,13 +60,11 @@ def kept(bench: TaskBench, policy: str) -> Values:
 
 
 def quarter(bench: TaskBench, policy: str) -> Values:
-    """Return the lead of a budget of 64 over others with 256."""
     own, others = row_of(bench, policy, 64), [row_of(bench, rival, 256) for rival in RIVALS]
     return {"lead": own.answers.share - max(row.answers.share for row in others), **_answers([own, *others])}
 
 
 def outperforms(bench: TaskBench, policy: str) -> Values:
-    """Return the lead over each other policy."""
     leads = {
         f"{rival} {budget}": row_of(bench, policy, budget).answers.share - row_of(bench, rival, budget).answers.share
         for budget in _budgets(bench)
@@ -77,7 +74,6 @@ def outperforms(bench: TaskBench, policy: str) -> Values:
 
 
 def near_exact(bench: TaskBench, policy: str) -> Values:
-    """Return the loss of answers compared with a scan of all keys."""
     losses = {
         str(budget): row_of(bench, ICE, budget).answers.share - row_of(bench, policy, budget).answers.share
         for budget in _budgets(bench)
@@ -111,7 +107,7 @@ def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
         name: sorted((row for row in rows if row["policy"] == name), key=lambda row: int(row["tokens"]))
         for name in (ICE, REUSE, STOCK)
     }
-    tpot_ns = {name: [row["speed"]["tpot_ns"] for row in own] for name, own in by_policy.items()}
+    tpot_ns = {name: [row["speed"]["tpot_ns"] for row in ordered] for name, ordered in by_policy.items()}
     last = by_policy[ICE][-1]
     parts = last["speed"]["parts_ns"]
     order = sorted(PARTS, key=lambda part: -parts[part])
@@ -133,7 +129,6 @@ def length_values(rows: Sequence[Length]) -> dict[str, dict[str, Values]]:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed; `quick` has no effect."""
     paper, measured = read_paper("icecache"), measurements("icecache")
     contents = {
         "blank": [{"where": where, "what": what, "why": why} for where, what, why in paper.data["blank"]],
@@ -147,7 +142,6 @@ def _benches(measured: Mapping[str, Any]) -> dict[str, TaskBench]:
 
 
 def ours(measured: Mapping[str, Any]) -> Ours:
-    """Return the values for every claim that was measured."""
     found: dict[str, dict[str, dict[str, Values]]] = {}
     for task, bench in _benches(measured).items():
         # The exact scan is not compared with itself.

@@ -1,8 +1,8 @@
 """Rethinking I/O Caching for Large Language Model Inference on Resource-Constrained Mobile Platforms, recomputed.
 
-H. Kim, J. Lee, H. Bahn, Mathematics 13(22), 3689, 2025. The paper's traces are not public: ours are synthetic, modeled on
-its text. Figures 4 and 5 have no printed numbers, so its words are judged (`io-caching.toml`). The verdicts are about
-whether our detector finds the patterns without information about the construction of the traces.
+H. Kim, J. Lee, H. Bahn, Mathematics 13(22), 3689, 2025. The paper's traces are not public; ours are synthetic, modeled on
+its text. Figures 4 and 5 print no numbers, so its words are judged (`io-caching.toml`). The detector gets no information
+about the construction of the traces.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ FORMULA, DETECTED = "formula (1)", "llmcache classify"
 class App:
     """An application's results by cache size (`sizes_bytes`, ascending).
 
-    `hit_ratio`: policy -> (sizes), 0..1. `latency_s`: policy -> (bandwidths x sizes), modelled seconds for the whole trace.
-    `remote`: inference runs on a server.
+    `hit_ratio`: policy -> (sizes). `latency_s`: policy -> (bandwidths x sizes), modelled for the whole trace. `remote`:
+    inference runs on a server.
     """
 
     name: str
@@ -92,7 +92,6 @@ Apps = Mapping[str, App]
 
 
 def on_device(apps: Apps, names: Sequence[str] = ON_DEVICE) -> list[App]:
-    """Return the applications called `names`."""
     return [apps[name] for name in names]
 
 
@@ -100,7 +99,6 @@ def on_device(apps: Apps, names: Sequence[str] = ON_DEVICE) -> list[App]:
 
 
 def higher_than_lru(apps: Apps, aware: str) -> Values:
-    """Return the gain in hit ratio of `aware` over LRU."""
     gains = [app.hit_ratio[aware] - app.hit_ratio["lru"] for app in on_device(apps)]
     every = np.concatenate(gains)
     share, least = float((every >= -VISIBLE).mean()), min(float(gain.mean()) for gain in gains)
@@ -117,7 +115,7 @@ def lru_stands_still(apps: Apps, aware: str) -> Values:
 
 
 def flat_share(app: App, policy: str) -> float:
-    """Return the longest range of sizes without a visible gain in hit ratio, as a share of the largest size.
+    """Return the longest range of sizes without a visible gain, relative to the largest size.
 
     Sizes at which a policy has already reached its final hit ratio do not count.
     """
@@ -136,37 +134,31 @@ def near_baseline(apps: Apps, aware: str) -> Values:
     values: dict[str, float] = {}
     near = 0
     for app in on_device(apps, (EMBEDDER, CLASSIFICATION)):
-        lru, own = normalized(app.hit_ratio["lru"]), normalized(app.hit_ratio[aware])
-        last = int(np.flatnonzero(np.maximum.accumulate(lru) <= 0.1)[-1])
+        lru_ratios, aware_ratios = normalized(app.hit_ratio["lru"]), normalized(app.hit_ratio[aware])
+        last = int(np.flatnonzero(np.maximum.accumulate(lru_ratios) <= 0.1)[-1])
         share = float(app.sizes_bytes[last]) / app.footprint_bytes
-        near += share >= 0.5 and float(own[last]) >= 0.5
+        near += share >= 0.5 and float(aware_ratios[last]) >= 0.5
         values |= {f"{app.name}.share_of_footprint": share, f"{app.name}.hit_ratio": float(app.hit_ratio[aware][last])}
     return values | {"apps": near}
 
 
 def normalized(ratios: Doubles) -> Doubles:
-    """Return each hit ratio on a scale from that of the smallest cache (0) to that of the largest (1).
-
-    All zeros if the largest cache is no better.
-    """
+    """Scale hit ratios from that of the smallest cache (0) to that of the largest (1); all 0 if these are equal."""
     way = float(ratios[-1] - ratios[0])
     return (ratios - ratios[0]) / way if way > 0 else np.zeros_like(ratios)
 
 
 def lecar_sometimes(apps: Apps, aware: str, name: str) -> Values:
-    """Return the share of sizes at which LeCaR leads, and its largest lead."""
     ahead = apps[name].hit_ratio["lecar"] - apps[name].hit_ratio[aware]
     return {"share_of_sizes": float((ahead > VISIBLE).mean()), "most": float(ahead.max())}
 
 
 def outperforms_lecar(apps: Apps, aware: str) -> Values:
-    """Return the gain of `aware` over LeCaR in AI Translate."""
     gain = apps[TRANSLATE].hit_ratio[aware] - apps[TRANSLATE].hit_ratio["lecar"]
     return {"mean_gain": float(gain.mean()), "share_of_sizes": float((gain >= -VISIBLE).mean())}
 
 
 def higher_overall(apps: Apps, aware: str) -> Values:
-    """Return in how many applications `aware` beats LeCaR."""
     gains = {
         app.title: float((app.hit_ratio[aware] - app.hit_ratio["lecar"]).mean())
         for app in on_device(apps, (EMBEDDER, CLASSIFICATION))
@@ -175,7 +167,7 @@ def higher_overall(apps: Apps, aware: str) -> Values:
 
 
 def lecar_fluctuates(apps: Apps, aware: str) -> Values:
-    """Return the largest drop in hit ratio from one size to the next larger one, of both policies."""
+    """Return the largest drop in hit ratio between adjacent sizes, of both policies."""
     lecar, own = (
         max(0.0, *(float(-np.diff(app.hit_ratio[policy]).min()) for app in on_device(apps))) for policy in ("lecar", aware)
     )
@@ -201,7 +193,6 @@ BANDWIDTHS = tuple(FetchModel().storage_bandwidths)
 
 
 def latency_falls(apps: Apps, aware: str) -> Values:
-    """Return in how many applications latency falls with cache and with bandwidth."""
     rises: dict[str, float] = {}
     for app in on_device(apps):
         latency = app.latency_s[aware]
@@ -211,7 +202,6 @@ def latency_falls(apps: Apps, aware: str) -> Values:
 
 
 def knee_of_bandwidth(apps: Apps, aware: str) -> Values:
-    """Return the gain in latency up to 500 MB/s and beyond."""
     values: dict[str, float] = {}
     clear = flat = 0
     knee = BANDWIDTHS.index(KNEE)
@@ -242,7 +232,6 @@ def size_counts_less(apps: Apps, aware: str) -> Values:
 
 
 def translate_is_sensitive(apps: Apps, aware: str) -> Values:
-    """Return the gain of AI Translate, and its fastest gains."""
     gains = {
         app.title: float(1 - (app.latency_s[aware][:, -1] / app.latency_s[aware][:, 0]).mean())
         for app in on_device(apps, (TRANSLATE, *BY_BANDWIDTH))
@@ -291,7 +280,6 @@ LOOP_BLOCKS: Mapping[str, Mapping[str, int]] = {
 
 
 def patterns(classes: Mapping[str, TraceClasses], remote: Sequence[str]) -> dict[str, Values]:
-    """Return the findings of the detector in each trace; `remote`: traces without inference on the device."""
     found = {  # blocks found in loops, relative to those in the paper's text
         f"{name}.{op}": sum(row.size_bytes for row in classes[name].rows if row.kind == LOOP and row.op == op)
         / BLOCK_BYTES
@@ -308,8 +296,8 @@ def patterns(classes: Mapping[str, TraceClasses], remote: Sequence[str]) -> dict
     return {
         "loops-detected": found | {"share_of_loops": sum(0.95 <= one <= 1.1 for one in found.values()) / len(found)},
         "three-traits": {
-            **{name: len(of) for name, of in traits.items()},
-            "apps": sum(of == {SEQ, LOOP, HOT} for of in traits.values()),
+            **{name: len(kinds) for name, kinds in traits.items()},
+            "apps": sum(kinds == {SEQ, LOOP, HOT} for kinds in traits.values()),
         },
         "remote-has-no-loops": shares,
     }
@@ -347,7 +335,6 @@ FEWEST_BITS = 2  # per weight: below this, no quantization in use leaves a model
 
 
 def hardware() -> dict[str, Values]:
-    """Return the values for device classes, loops, and formula (1)."""
     # Settings of formula (1), with the paper's T.
     on_watch, on_phone = (SizingParameters(one.bandwidth, PAPER.period_ns, one.hot_bytes) for one in (WATCH, PHONE))
     loop = largest_loop(WATCH.cache_bytes, on_watch)
@@ -370,7 +357,7 @@ def hardware() -> dict[str, Values]:
         "phone-loops": {
             "least_bytes": loops[0],
             "most_bytes": loops[1],
-            "agreeing": sum(abs(own - said) <= MB / 2 for own, said in zip(loops, PHONE_LOOPS, strict=True)),
+            "agreeing": sum(abs(ours - printed) <= MB / 2 for ours, printed in zip(loops, PHONE_LOOPS, strict=True)),
         },
         "apps-fit": {
             "notes_bytes": needs[0],
@@ -402,8 +389,8 @@ def hardware() -> dict[str, Values]:
     }
 
 
-def _off(own: float, said: float) -> dict[str, float]:
-    return {"off_bytes": abs(own - said), "off_share": abs(own - said) / said}
+def _off(ours: float, printed: float) -> dict[str, float]:
+    return {"off_bytes": abs(ours - printed), "off_share": abs(ours - printed) / printed}
 
 
 def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
@@ -416,7 +403,7 @@ def change_of_loop(cache_bytes: int, setting: SizingParameters) -> float:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed; `quick`: at 10 cache sizes instead of 100."""
+    """Recompute the paper; `quick`: at 10 cache sizes instead of 100."""
     paper, measured = read_paper("io-caching"), measurements("io-caching")
     traces: dict[str, Trace] = {}
     apps: dict[str, App] = {}
@@ -441,8 +428,6 @@ def reproduce(quick: bool, progress: Progress) -> Reproduction:
 
 
 def ours(apps: Apps, classes: Mapping[str, TraceClasses], ns_per_block: Values) -> Ours:
-    """Return the values for every claim, by topic, claim and variant."""
-
     def of_aware(functions: Mapping[str, Callable[[Apps, str], Values]], data: Apps) -> dict[str, dict[str, Values]]:
         return {name: {aware: function(data, aware) for aware in AWARE} for name, function in functions.items()}
 
@@ -538,13 +523,13 @@ def _ratios(paper: Paper, name: str, apps: Sequence[App]) -> list[HtmlBlock]:
     ]
     means = {app.title: {policy: float(app.hit_ratio[policy].mean()) for policy in POLICIES} for app in apps}
     means_text = "; ".join(
-        f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in of.items()) for title, of in means.items()
+        f"{title}: " + ", ".join(f"{p} {mean:.2f}" for p, mean in by_policy.items()) for title, by_policy in means.items()
     )
     rows: list[list[Cell]] = []
     for app in apps:
-        of = means[app.title]
-        shares = [f"{of[policy] / of[BELADY]:.0%}" for policy in AWARE]
-        rows.append([app.title, format_size(app.footprint_bytes), *of.values(), *shares])
+        by_policy = means[app.title]
+        shares = [f"{by_policy[policy] / by_policy[BELADY]:.0%}" for policy in AWARE]
+        rows.append([app.title, format_size(app.footprint_bytes), *by_policy.values(), *shares])
     many = len(apps[0].sizes_bytes)
     columns = ["application", "footprint", *titles.values(), *(f"{titles[policy]} / Belady" for policy in AWARE)]
     head = f"Mean hit ratio over {many} sizes from {1 / many:.1%} to 100 % of the footprint (modelled)"

@@ -1,10 +1,9 @@
 """Judge the claims of papers by our numbers.
 
-A file of each paper has its claims: the quote, its section, and the rule of the verdict. Code computes our values, named by
-claim and variant, without knowing the verdicts. The judge applies the rules and prints the values by name, so that page,
-table and JSON document agree.
+NAME.toml has the claims of a paper. Modules compute our values by claim and variant without reading the rules; `judge` then
+applies the rules. The printed values are those that the rules used.
 
-    [[claim."figure 10"]]                # topic: claims are judged, counted and shown by topic
+    [[claim."figure 10"]]                # topic
     name = "up-to-8.56"
     section = "abstract"
     quote = "up to 8.56× speedup over baselines"
@@ -57,7 +56,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper with its rule in words, and the conditions for confirmed and partly confirmed.
+    """A sentence of a paper, its rule in words, and the conditions.
 
     `paper`: the printed number; None for a claim in words. `template`: for our number next to it.
     """
@@ -82,7 +81,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict of our numbers on one variant of a claim."""
+    """The verdict on one variant of a claim."""
 
     verdict: Verdict
     words: str
@@ -91,7 +90,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with its findings, by variant."""
+    """A claim with its findings by variant."""
 
     claim: Claim
     findings: Mapping[str, Finding]
@@ -106,16 +105,16 @@ class Judged:
             named["why"] = claim.why
         for variant, found in self.findings.items():
             if claim.paper is None:
-                own: dict[str, Any] = {"ours": found.words, "values": dict(found.values)}
+                ours: dict[str, Any] = {"ours": found.words, "values": dict(found.values)}
             else:
-                own = {"value": found.values["ours"], "delta": found.values["ours"] / claim.paper - 1}
-            findings[variant] = {"verdict": found.verdict.value, **own}
+                ours = {"value": found.values["ours"], "delta": found.values["ours"] / claim.paper - 1}
+            findings[variant] = {"verdict": found.verdict.value, **ours}
         return {**named, "findings": findings}
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A file of `llmcache/papers`: bibliographic data, the kind of our values by topic, and the claims.
+    """A file `NAME.toml`: bibliographic data, the kind of our values by topic, and the claims.
 
     `rules`: for claims about numbers, by name. `data`: the remaining contents of the file.
     """
@@ -131,18 +130,17 @@ class Paper:
 
 
 def read_paper(name: str) -> Paper:
-    """Return the paper in `llmcache/papers/NAME.toml`."""
     data = tomllib.loads((PAPERS / f"{name}.toml").read_text())
     rules: dict[str, dict[str, str]] = data.pop("rule", {})
     rows = {about: [row | rules.get(row["rule"], {}) for row in rows] for about, rows in data.pop("claim").items()}
     rows |= {about: rows[like] for about, like in data.pop("also", {}).items()}
-    claims = [Claim(about=about, **row) for about, of in rows.items() for row in of]
+    claims = [Claim(about=about, **row) for about, entries in rows.items() for row in entries]
     facts, lead, kinds, sections = (data.pop(key) for key in ("paper", "lead", "kinds", "section"))
     return Paper(facts, lead, kinds, data.pop("variants", {}), sections, claims, rules, data)
 
 
 def holds(condition: str, values: Values) -> bool:
-    """Return True if `condition` is true of `values`; ValueError if it is invalid."""
+    """Return whether `condition` is true of `values`; ValueError if it is invalid."""
     return any(all(_compared(term, values) for term in part.split(" and ")) for part in condition.split(" or "))
 
 
@@ -155,7 +153,7 @@ def _compared(term: str, values: Values) -> bool:
 
 
 def judge(paper: Paper, ours: Ours, facts: Mapping[str, object] | None = None) -> dict[str, list[Judged]]:
-    """Return the claims with our findings, by topic; topics that were not measured are left out.
+    """Return the claims with findings, by topic; topics without measurements are omitted.
 
     `facts`: numbers for the templates of reasons. KeyError if a claim of a measured topic has no values.
     """
@@ -170,7 +168,7 @@ def judge(paper: Paper, ours: Ours, facts: Mapping[str, object] | None = None) -
 def _findings(claim: Claim, ours: Mapping[str, Values] | Values | float) -> dict[str, Finding]:
     if claim.paper is None:
         values = cast("Mapping[str, Values]", ours)
-        return {variant: Finding(claim.verdict(own), values_text(own), own) for variant, own in values.items()}
+        return {variant: Finding(claim.verdict(named), values_text(named), named) for variant, named in values.items()}
     numbers = cast("Values", ours) if isinstance(ours, Mapping) else {OURS: ours}
     found = {variant: _number(claim, claim.paper, one) for variant, one in numbers.items()}
     if claim.why:  # only the last finding contains the reason
@@ -188,12 +186,11 @@ def _number(claim: Claim, paper: float, ours: float) -> Finding:
 
 
 def alone(variant: str, claims: Mapping[str, Values]) -> dict[str, dict[str, Values]]:
-    """Return our values for claims that have only one `variant`."""
     return {name: {variant: values} for name, values in claims.items()}
 
 
 def values_text(values: Values) -> str:
-    """Return `values` as text: "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
+    """Return text such as "share in range: 24.0%; kv: 4.29 GB; away: 0.031"."""
     return "; ".join(_value_text(name.replace("_", " "), value) for name, value in values.items())
 
 

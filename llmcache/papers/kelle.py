@@ -1,8 +1,7 @@
 """Kelle: Co-design KV Caching and eDRAM for Efficient LLM Serving in Edge Computing, recomputed.
 
 T. Xia and S. Q. Zhang, MICRO 2025, doi:10.1145/3725843.3756071. Every number is modelled, from constants in the paper and
-named public ones; otherwise its claim says so. Figures 13 to 16 have no numbers, so only the text about them is judged
-(`kelle.toml`).
+public ones. Figures 13 to 16 print no numbers, so only the text about them is judged (`kelle.toml`).
 """
 
 from __future__ import annotations
@@ -73,25 +72,21 @@ CELL_UM2 = 0.525  # a 6T cell at 65 nm
 MODES = {"first principles": "first-principles", "declared recomputation": "declared"}
 BOTH = "paper, declared recomputation"
 
-
 LATENCY, ENERGY = 0, 1
 Cost = NDArray[np.float64]
 """Latency (s) and energy (J), or the ratios of both between two systems."""
 
 
 def same(system: AcceleratorSystem) -> AcceleratorSystem:
-    """Return `system` unchanged."""
     return system
 
 
 def with_hardware(system: AcceleratorSystem, **changes: Any) -> AcceleratorSystem:
-    """Return a changed copy."""
     return replace(system, hardware=replace(system.hardware, **changes))
 
 
 @cache
 def outcomes(*configurations: Configuration) -> tuple[Outcome, ...]:
-    """Return the modelled costs of `configurations`, evaluated together and cached."""
     return tuple(evaluate(configurations))
 
 
@@ -102,7 +97,7 @@ def costs(
     recompute: str = "first-principles",
     change: Change = same,
 ) -> dict[str, Cost]:
-    """Return the cost of each of the five systems; `change` applies to all but the baseline."""
+    """Return the cost of each of the five systems; `change` is not applied to the baseline."""
     systems = {name: system.with_recompute(recompute) for name, system in SYSTEMS.items()}
     systems = {name: system if name == BASELINE else change(system) for name, system in systems.items()}
     found = outcomes(*(Configuration(MODELS[model], workload, system, profile) for system in systems.values()))
@@ -110,7 +105,7 @@ def costs(
 
 
 def gains(model: str, workload: GenerationWorkload, *more: Any, **options: Any) -> dict[str, Cost]:
-    """Return speed-up and efficiency of each system against Original+SRAM; arguments as for `costs`."""
+    """Return speed-up and efficiency of each system against the baseline; arguments as for `costs`."""
     found = costs(model, workload, *more, **options)
     return {name: found[BASELINE] / cost for name, cost in found.items()}
 
@@ -128,28 +123,25 @@ WITH_MODES = ("kelle", "aerp")
 
 
 def mean_gains(profile: Profile, recompute: str = "first-principles", change: Change = same) -> dict[str, list[float]]:
-    """Return the mean gains of `PARTS` in latency and energy."""
+    """Return the mean gains of `PARTS`: latency, energy."""
     found = [costs(model, WORKLOADS[task], profile, recompute, change) for model in AVERAGED for task in TASKS]
     return {
-        name: [mean(column) for column in zip(*(of[over] / of[part] for of in found), strict=True)]
+        name: [mean(column) for column in zip(*(by_system[over] / by_system[part] for by_system in found), strict=True)]
         for name, (over, part) in PARTS.items()
     }
 
 
 def of_all(system: AcceleratorSystem, profile: Profile) -> tuple[Outcome, ...]:
-    """Return the costs over all models and tasks."""
     return outcomes(
         *(Configuration(MODELS[model], WORKLOADS[task], system, profile) for model in AVERAGED for task in TASKS)
     )
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean of `values`."""
     return float(np.mean(list(values)))
 
 
 def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
-    """Return a measure for each profile."""
     return {name: measure(profile) for name, profile in PROFILES.items()}
 
 
@@ -157,7 +149,7 @@ def by_profile(measure: Callable[[Profile], float]) -> dict[str, float]:
 
 
 def chip() -> dict[str, float | Values]:
-    """Return the values for table 1, section 8, and their consequences."""
+    """Return the values for table 1 and section 8."""
     ours, sram = area_of(OURSELF), area_of(SYSTEMS[BASELINE])
     platform = platform_mm2()
     edram_8mb = (platform - SRAM_4MB.area_mm2 + 2 * EDRAM_4MB.area_mm2) / (platform + SRAM_4MB.area_mm2)
@@ -182,7 +174,6 @@ def chip() -> dict[str, float | Values]:
 
 
 def platform_mm2() -> float:
-    """Return the area of the chip of section 3.1 with 4 MB of SRAM."""
     return CHIP.area_shares[0] * CHIP.area_mm2 + CHIP.area_shares[3] * CHIP.area_mm2 + SRAM_4MB.area_mm2
 
 
@@ -231,13 +222,13 @@ def algorithm() -> dict[str, float | Values]:
 
 
 def step_lifetimes_ns() -> tuple[float, float]:
-    """Return the lifetimes of activations: sequential, and scheduled by Kelle."""
+    """Return the lifetimes of activations in the baseline, and with Kelle's scheduler."""
     times = access_ns(Configuration(LLAMA, PG19, OURSELF))
     return sum(one_after_the_other(*times)), sum(at_the_same_time(*times))
 
 
 def recompute_s() -> float:
-    """Return the time of K and V of a token in one layer."""
+    """Return the time to recompute K and V of a token in one layer."""
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     return macs / (EDRAM_HARDWARE.array_rows**2 * EDRAM_HARDWARE.clock_hz * EDRAM_HARDWARE.macs_per_pe / PASSES_16_BY_8)
 
@@ -246,15 +237,14 @@ def recompute_s() -> float:
 
 
 def averages() -> dict[str, float | Values]:
-    """Return the values for the mean gains of each part, and their bounds."""
     energy = {name: mean_gains(profile) for name, profile in PROFILES.items()}
     energy[BOTH] = mean_gains(PAPER, "declared")
     latency = {name: mean_gains(PAPER, mode) for name, mode in MODES.items()}
     found: dict[str, float | Values] = {}
     for name in PARTS:
-        speedups = {variant: of[name][LATENCY] for variant, of in latency.items()}
+        speedups = {variant: gained[name][LATENCY] for variant, gained in latency.items()}
         found[f"{name}-speedup"] = speedups if name in WITH_MODES else speedups["first principles"]
-        efficiencies = {variant: of[name][ENERGY] for variant, of in energy.items()}
+        efficiencies = {variant: gained[name][ENERGY] for variant, gained in energy.items()}
         found[f"{name}-efficiency"] = {
             key: one for key, one in efficiencies.items() if name in WITH_MODES or key in PROFILES
         }
@@ -340,10 +330,10 @@ def tables(paper: Paper) -> tuple[list[Claim], dict[str, dict[str, float | Value
                 quote = f"{row['131']:.2f}× [{key}, 131 µs; as energy relative to 1050 µs]"
                 add(about, f"t8-linear-{key}", quote, row["1050"] / row["131"], linear, why["linear"], shapes["linear"])
     for batch, row in paper.data["table9"].items():
-        of = {name: gains("llama2-7b", replace(PG19, batch=int(batch)), profile) for name, profile in PROFILES.items()}
+        gained = {name: gains("llama2-7b", replace(PG19, batch=int(batch)), profile) for name, profile in PROFILES.items()}
         for system, printed in row.items():
             quote = f"{printed:.2f}× [batch size {batch}, {system}]"
-            each = {name: one[system][ENERGY] for name, one in of.items()}
+            each = {name: one[system][ENERGY] for name, one in gained.items()}
             add("table 9", f"t9-{batch}-{system}", quote, printed, each, why["table 9"])
     found["table 7"]["no-eviction"] = {
         f"{model}, {name}": budget(model, 8750, profile)
@@ -373,14 +363,16 @@ POWERS: dict[str, tuple[str, ...]] = {
 
 
 def experiments() -> dict[str, float | Values]:
-    """Return the values for sections 3 and 8.3, and the chip's power."""
+    """Return the values for sections 3 and 8.3."""
     chains = {name: of_all(OURSELF, profile) for name, profile in PROFILES.items()}
     return {
         **_motivation(),
-        "chip-power": {name: mean(map(chip_w, of)) for name, of in chains.items()},
-        "dram-mean-power": {name: mean(part_w(one, ("dram_",)) for one in of) for name, of in chains.items()},
+        "chip-power": {name: mean(map(chip_w, results)) for name, results in chains.items()},
+        "dram-mean-power": {name: mean(part_w(one, ("dram_",)) for one in results) for name, results in chains.items()},
         **{
-            f"power-{part}": {name: mean(part_w(one, names) / chip_w(one) for one in of) for name, of in chains.items()}
+            f"power-{part}": {
+                name: mean(part_w(one, names) / chip_w(one) for one in results) for name, results in chains.items()
+            }
             for part, names in POWERS.items()
         },
         **_evictor(),
@@ -392,12 +384,11 @@ def experiments() -> dict[str, float | Values]:
 
 
 def part_w(outcome: Outcome, prefixes: tuple[str, ...]) -> float:
-    """Return the mean power of some components."""
     return sum(value for name, value in outcome.energies_j.items() if name.startswith(prefixes)) / outcome.latency_s
 
 
 def chip_w(outcome: Outcome) -> float:
-    """Return the mean power of the chip, without DRAM."""
+    """Return the mean power without DRAM."""
     return sum(value for name, value in outcome.energies_j.items() if not name.startswith("dram_")) / outcome.latency_s
 
 
@@ -424,8 +415,8 @@ def _motivation() -> dict[str, float | Values]:
     return {
         "sram-8mb-speedup": mean(one.latency_s / two.latency_s for one, two in pairs),
         "sram-8mb-power": by_profile(more_power),
-        "refresh-share": {name: max(of) for name, of in shares.items()},
-        "refresh-overhead": {name: mean(1 / (1 - share) for share in of) for name, of in shares.items()},
+        "refresh-share": {name: max(values) for name, values in shares.items()},
+        "refresh-overhead": {name: mean(1 / (1 - share) for share in values) for name, values in shares.items()},
     }
 
 
@@ -492,8 +483,10 @@ def _long_inputs() -> dict[str, float | Values]:
     }
     found: dict[str, float | Values] = {}
     for name, (work, against) in cases.items():
-        of = {one: costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
-        found[name] = {f"{work.name}, {one}": (each[against] / each["Kelle+eDRAM"])[ENERGY] for one, each in of.items()}
+        profile_costs = {one: costs("llama2-7b", work, profile) for one, profile in PROFILES.items()}
+        found[name] = {
+            f"{work.name}, {one}": (each[against] / each["Kelle+eDRAM"])[ENERGY] for one, each in profile_costs.items()
+        }
     return found
 
 
@@ -504,16 +497,15 @@ def _half_bandwidth() -> dict[str, float | Values]:
 
     found: dict[str, float | Values] = {}
     for task in ("PG19", "TQ"):
-        of = {name: costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
+        profile_costs = {name: costs("llama2-7b", WORKLOADS[task], p, change=halved) for name, p in PROFILES.items()}
         for against in ("AERP+SRAM", BASELINE):
-            ours = {name: (each[against] / each["Kelle+eDRAM"])[ENERGY] for name, each in of.items()}
+            ours = {name: (each[against] / each["Kelle+eDRAM"])[ENERGY] for name, each in profile_costs.items()}
             found[f"half-{task}-{against}"] = ours
     full, half = (gains("llama2-7b", PG19, change=change)["Kelle+eDRAM"][ENERGY] for change in (same, halved))
     return found | {"half-loss": half / full}
 
 
 def facts() -> dict[str, Any]:
-    """Return the numbers for templates."""
     apart, together = step_lifetimes_ns()
     macs = 2 * LLAMA.channels * LLAMA.kv_heads * LLAMA.head_dim
     platform = platform_mm2()
@@ -536,7 +528,6 @@ def facts() -> dict[str, Any]:
 
 
 def reproduce(quick: bool, progress: Progress) -> Reproduction:
-    """Return the paper recomputed; `quick` has no effect."""
     progress("modelling the accelerator")
     paper = read_paper("kelle")
     claims, found = tables(paper)
@@ -597,8 +588,8 @@ def _curves(paper: Paper, about: str, along: str, named: Mapping[str, Judged]) -
     else:
         names = {key: {at: f"{short}-{key}-{at}" for at in row} for key, row in data.items()}
     panels: dict[str, dict[str, Curve]] = {}
-    for title, of in names.items():
-        claims = {float(at): named[name] for at, name in of.items()}
+    for title, claim_names in names.items():
+        claims = {float(at): named[name] for at, name in claim_names.items()}
         panels[title] = {"printed in the paper": (PRINTED, {at: one.claim.paper or 0.0 for at, one in claims.items()})}
         for profile, (label, look) in LOOKS.items():
             panels[title][label] = (look, {at: one.findings[profile].values["ours"] for at, one in claims.items()})

@@ -1,7 +1,6 @@
-"""`llmcache reproduce`: papers recomputed, each as one page and one JSON document; for `all`, an index of their verdicts.
+"""`llmcache reproduce`: papers recomputed, each as a page and a JSON document; for `all`, an index of their verdicts.
 
-The module of a paper is imported on demand. Nothing is measured here: `tools/bench papers --measure` saves measurements in
-`llmcache/papers/NAME.json`.
+Nothing is measured here: `tools/bench papers --measure` saves measurements in `llmcache/papers/NAME.json`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ Blocks = Mapping[str, Sequence[HtmlBlock]]
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper recomputed: its claims, other contents of its document, and the blocks of its page."""
+    """A recomputed paper: its claims, other contents of its document, and the blocks of its page."""
 
     name: str
     paper: Paper
@@ -107,14 +106,13 @@ class Reproduction:
 
 
 def reproduce(name: str, quick: bool, progress: Progress) -> Reproduction:
-    """Recompute the paper called `name`."""
     module = importlib.import_module(f"llmcache.papers.{name.replace('-', '_')}")
     found: Reproduction = module.reproduce(quick, progress)
     return found
 
 
 def measurements(name: str) -> dict[str, Any]:
-    """Return the stored measurements of a paper; DataError if there are none."""
+    """Return the stored measurements of a paper; DataError if they are missing or of another schema."""
     path = PAPERS / f"{name}.json"
     hint = f"measure with: tools/bench papers --measure {name}"
     try:
@@ -127,7 +125,6 @@ def measurements(name: str) -> dict[str, Any]:
 
 
 def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the machine and date of the measurements."""
     machine, missing = measured["machine"], measured.get("missing", {})
     size = "short run on a shared machine" if measured["quick"] else "full run"
     hardware = f"{machine['cpu']}, {machine['cpus']} processors, Linux {machine['kernel']}, Python {machine['python']}"
@@ -139,7 +136,7 @@ def machine_words(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def picture(paper: Paper, name: str, figure: Figure, **values: str) -> Picture:
-    """Return `figure` with the texts of the picture `name` in the paper's file."""
+    """Return `figure` with the texts for `name` in the paper's file."""
     words = paper.data["picture"][name]
     return embedded(figure, words["alt"].format(**values), words["caption"].format(**values))
 
@@ -260,10 +257,16 @@ def _index(entries: Sequence[IndexEntry]) -> str:
         link = Link(entry.name, f"{entry.name}.html")
         summary.append([link, REPRODUCTIONS[entry.name], *entry.counts, entry.seconds])
         rows: list[list[Cell]] = [
-            [f"{about} ({entry.done.paper.kinds[about]})", f"“{one.claim.quote}”", variant, BADGES[of.verdict], of.words]
+            [
+                f"{about} ({entry.done.paper.kinds[about]})",
+                f"“{one.claim.quote}”",
+                variant,
+                BADGES[finding.verdict],
+                finding.words,
+            ]
             for about, judged in entry.done.claims.items()
             for one in judged
-            for variant, of in one.findings.items()
+            for variant, finding in one.findings.items()
         ]
         table = Table("All claims", ["about", "paper", "variant", "verdict", "ours"], rows)
         sections.append(Section(entry.name, [table]))

@@ -1,7 +1,7 @@
-"""Generated traces: the paper's eight applications and shapes that are hard to cache. All of them are synthetic.
+"""Synthetic traces: the paper's eight applications, and shapes that are hard to cache.
 
-`SHAPES` maps a name to a function that returns a trace for a seed. `GROUPS` lists the names by group. Block numbers are
-those of the paper's figures, which show all files in one space; `Application` divides it into files.
+`SHAPES` maps a name to a function that returns a trace for a seed. Block numbers are those of the paper's figures, which
+show all files in one space; `Application` divides it into files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Files = Mapping[str, tuple[int, int]]
 
 
 class Application:
-    """The accesses of an application, in order; `trace` converts them to a trace.
+    """The accesses of an application; `trace` converts them to a trace.
 
     Times have their own generator, so the blocks do not depend on them.
     """
@@ -86,7 +86,6 @@ class Application:
         self._pauses[self._touched] = self._pauses.get(self._touched, 0) + length_ns
 
     def trace(self, note: str) -> Trace:
-        """Return all accesses as a trace; `note` says which parts are invented."""
         blocks, ops = np.concatenate(self._blocks), np.concatenate(self._ops)
         starts = np.array([start for start, _ in self._files.values()])
         file = np.searchsorted(starts, blocks, side="right") - 1
@@ -156,7 +155,6 @@ def _on_device(title: str, figure: str) -> str:
     },
 )
 def ai_notes(app: Application) -> None:
-    """AI Notes: scan, hot set, write loop, read loop."""
     hot = app.shuffled(7400, 7700)
     app.scan(0, 7500)
     for turn in range(12):
@@ -179,7 +177,6 @@ def ai_notes(app: Application) -> None:
     },
 )
 def ai_translate(app: Application) -> None:
-    """AI Translate: two read loops and database copies."""
     hot = app.shuffled(200, 260)
     app.scan(0, 250)
     for turn in range(60):
@@ -205,7 +202,6 @@ def ai_translate(app: Application) -> None:
     },
 )
 def text_embedder(app: Application) -> None:
-    """Text Embedder: model files copied repeatedly, and hot reads."""
     hot = app.shuffled(1300, 1400)
     app.scan(0, 1500)
     for _ in range(15):
@@ -227,7 +223,6 @@ def text_embedder(app: Application) -> None:
     },
 )
 def text_classification(app: Application) -> None:
-    """Text Classification: a start-up scan, then the model copied in a loop."""
     hot = app.shuffled(100, 160)
     app.scan(0, 1800)
     for _ in range(20):
@@ -256,9 +251,9 @@ def _remote(
     retried: Collection[int] = (),
     reads_response: bool = True,
 ) -> None:
-    """Add the shape of a client that saves each prompt, reads it to send it, and saves the response.
+    """Add a client that saves each prompt, reads it to send it, and saves the response.
 
-    `sizes`: the range of prompt sizes, in blocks; prompts numbered in `retried` are sent twice.
+    `sizes`: the range of prompt sizes in blocks; prompts numbered in `retried` are sent twice.
     """
     name, first = title.lower(), hot_ranges[0][1]
     files = {f"/{name}/state.db": (0, first), f"/{name}/setup.bin": (first, _SETUP_BLOCKS)}
@@ -313,7 +308,6 @@ _NOISE = (10**6, 10**7)
     {"/app/setup.bin": (0, 2000), "/app/model-a.gguf": (10_000, 16_000), "/app/model-b.gguf": (30_000, 36_000)},
 )
 def interleave(app: Application) -> None:
-    """Two threads read their own models in lock step: consecutive accesses are never adjacent."""
     hot = np.arange(100)
     app.scan(0, 2000)
     for _ in range(15):
@@ -333,7 +327,6 @@ def interleave(app: Application) -> None:
     },
 )
 def noisy(app: Application) -> None:
-    """A loop in which one access in three is a hot block or a random block."""
     hot = app.shuffled(0, 300)
     app.scan(0, 3000)
     loop = np.arange(10_000, 20_000)
@@ -374,7 +367,6 @@ SHAPES["kilobytes"] = kilobytes
     },
 )
 def model_switch(app: Application) -> None:
-    """Models read in a loop: A, B, A again, C."""
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
     for start, blocks, passes in ((10_000, 4000, 12), (30_000, 9000, 12), (10_000, 4000, 8), (50_000, 6000, 12)):
@@ -396,7 +388,6 @@ def model_switch(app: Application) -> None:
     },
 )
 def prefill_decode(app: Application) -> None:
-    """Prefill reads the whole model; each token then reads 70 % of every layer."""
     layers, embeddings = np.arange(10_000, 19_600).reshape(24, 400), np.arange(5000, 7000)
     hot = app.shuffled(0, 200)
     app.scan(0, 3000)
@@ -427,7 +418,6 @@ _MOE_LAYER_BLOCKS = _MOE_BLOCKS * (1 + _MOE_EXPERTS)
     },
 )
 def moe_routing(app: Application) -> None:
-    """A mapped MoE model: per token and layer 2 of 16 experts, skewed and sticky."""
     hot = app.shuffled(0, 200)
     app.scan(0, 2000)
     weights: Doubles = 1 / np.arange(1, _MOE_EXPERTS + 1) ** 0.8
@@ -455,7 +445,6 @@ def moe_routing(app: Application) -> None:
     {"/app/engine.idx": (0, 200), "/app/setup.bin": (200, 2000), "/app/model.gguf": (10_000, 19_600)},
 )
 def page_order(app: Application) -> None:
-    """Four threads read each layer together: blocks are out of order within a window of 32."""
     hot = np.arange(200)
     app.scan(0, 2000)
     for _ in range(15):
@@ -468,7 +457,6 @@ def page_order(app: Application) -> None:
 
 @_shape(18, f"Blocks drawn at random, low ones more often. {_INVENTED}", {"/app/store.db": (0, 20_000)})
 def random(app: Application) -> None:
-    """Single blocks from a skewed random distribution."""
     app.touch((20_000 * app.random.random(200_000) ** 3).astype(np.int64))
 
 
@@ -485,7 +473,6 @@ def random(app: Application) -> None:
     },
 )
 def multi_loop(app: Application) -> None:
-    """Four interleaved loops of different periods."""
     hot = app.shuffled(0, 200)
     app.scan(0, 1500)
     for turn in range(44):
@@ -506,7 +493,6 @@ def multi_loop(app: Application) -> None:
     },
 )
 def write_loops(app: Application) -> None:
-    """A model copied from its package repeatedly; only every third copy is read back."""
     hot = app.shuffled(0, 150)
     app.scan(0, 150)
     for turn in range(18):

@@ -26,7 +26,6 @@ _LAYER = re.compile(r"(.*?(?:blk|layers?|h|blocks?))\.([0-9]+)\..*")
 
 
 def show(found: TraceClasses, trace: str, min_bytes: int, as_json: bool) -> None:
-    """Print the classes of `trace`; rows below `min_bytes` are summed up in one line."""
     width = output.output_width()
     output.show(as_json, lambda: found.document(trace, min_bytes), _parts(found, trace, min_bytes, width))
 
@@ -109,7 +108,6 @@ def _notes(row: Classification) -> str:
 
 
 def names_line(row: Classification) -> str:
-    """Return a summary of the tensors and experts of a row."""
     return "; ".join(part for part in (_tensors(row.tensors), _experts(row.experts or {})) if part)
 
 
@@ -172,7 +170,6 @@ LAYERS_FIRST_TO_GO = ("blocks missed", "place", "read", "missed")
 
 
 def layer_tables(layers: Sequence[Layer], width: int) -> Iterator[str | Table]:
-    """Yield the tables of each file; `MOST_LAYERS` limits their rows."""
     for path, group in groupby(layers, lambda layer: layer.path):
         of_file = list(group)
         ordered = any(layer.place is not None for layer in of_file)
@@ -211,7 +208,6 @@ EXPERT_COLUMNS = (*COUNTS, "top tenth", "top quarter", "again")
 
 
 def expert_tables(mixtures: Sequence[MoeUses], width: int) -> Iterator[str | Table]:
-    """Yield the tables of each MoE model."""
     for mixture in mixtures:
         yield f"experts of {mixture.model}:"
         yield _layers(mixture.layers, width)
@@ -221,7 +217,7 @@ def expert_tables(mixtures: Sequence[MoeUses], width: int) -> Iterator[str | Tab
 
 
 def expert_blocks(mixture: MoeUses) -> Iterator[HtmlBlock]:
-    """Yield the same as HTML blocks, with all layers."""
+    """Yield the tables as HTML blocks, with all layers."""
     caption = f"Experts of {mixture.model}. Top tenth, top quarter: percentage of the uses that go to the most used tenth "
     caption += "and quarter of the experts. Again: percentage of the experts of a visit that the next visit uses again."
     rows: list[list[Cell]] = [

@@ -152,7 +152,6 @@ class Section:
 
 
 def html_page(title: str, lead: str, sections: Sequence[Section]) -> str:
-    """Return a whole page."""
     anchors = [f"section-{number}" for number in range(1, len(sections) + 1)]
     links = "".join(
         f'<li><a href="#{anchor}">{_text(section.title)}</a></li>' for anchor, section in zip(anchors, sections, strict=True)

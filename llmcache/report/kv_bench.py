@@ -33,7 +33,6 @@ _KIND_TEXTS = {
 
 
 def show(bench: Bench | TaskBench, as_json: bool) -> None:
-    """Print `bench`."""
     if isinstance(bench, TaskBench):
         kv_task.show(bench, as_json)
     else:
@@ -63,7 +62,6 @@ def kind_of(bench: Bench) -> str:
 
 
 def conditions(bench: Bench, notes: bool = False) -> list[tuple[str, str]]:
-    """Return the settings, without those that are None."""
     settings = [(name, "synthetic" if isinstance(value, dict) else value) for name, value in bench.conditions.items()]
     settings += [("note", note) for note in bench.notes if notes]
     return [(name.replace("_", " "), str(value)) for name, value in settings if value is not None]
@@ -81,7 +79,6 @@ def latency_cells(bench: Bench) -> Iterator[list[str]]:
 
 
 def speedup_lines(bench: Bench) -> Iterator[str]:
-    """Yield HillInfer's speed-ups over each baseline."""
     baselines = [row for row in bench.rows if row.policy.partition("-")[0] != OURS]
     for row in bench.rows:
         if row not in baselines and baselines:
@@ -107,7 +104,6 @@ def traffic_table(bench: Bench) -> Table:
 
 
 def device_lines(bench: Bench) -> Iterator[str]:
-    """Yield modelled time and wall time of the emulated device."""
     for row in bench.rows:
         if row.observed is not None and row.observed.device is not None:
             device = row.observed.device
@@ -122,7 +118,7 @@ TOKEN, EVALUATE = theme.Look("#0072b2", "-", "o", 2.2, 5), theme.Look("#e69f00",
 
 
 def beta_figure(bench: Bench, source: str) -> Figure:
-    """Return latency over beta; DataError if `bench` is no sweep."""
+    """Draw latency over beta; DataError if `bench` is no sweep."""
     rows = sorted((row for row in bench.rows if row.beta is not None), key=lambda row: row.beta or 0.0)
     if bench.marks is None or len(rows) < 2:
         raise DataError(f"{source}: marks: not a sweep of beta", "create one with 'llmcache kv bench --sweep-beta --json'")
@@ -150,7 +146,7 @@ _HEIGHT = 0.72  # of a bar; resources are 1 apart
 
 
 def timeline_figure(bench: Bench, source: str) -> Figure:
-    """Return a panel for each policy; DataError without timelines."""
+    """Draw a panel for each policy; DataError without timelines."""
     shown = [(row, Timeline.from_json(dict(row.observed.timeline))) for row in bench.rows if row.observed is not None]
     if not shown:
         raise DataError(f"{source}: rows: a {bench.kind} run has no timeline", "draw a run of '--profile measured'")

@@ -20,7 +20,6 @@ SCHEMA = "llmcache.kv-plan/1"
 
 
 def show(plan: KvPlan, as_json: bool) -> None:
-    """Print `plan`."""
     output.show(as_json, lambda: document(plan), _parts(plan))
 
 
@@ -140,7 +139,6 @@ def document(plan: KvPlan) -> dict[str, Any]:
 
 
 def show_profile(found: KnownProfile, as_json: bool) -> None:
-    """Print `found`."""
     output.show(as_json, lambda: profile_document(found), (*_profile_lines(found), "", _speeds(found)))
 
 
@@ -180,7 +178,6 @@ def _speeds(found: KnownProfile) -> Table:
 
 
 def profile_document(found: KnownProfile) -> dict[str, Any]:
-    """Return `found` as JSON-ready values."""
     return {
         "schema": PROFILE_SCHEMA,
         "kind": "measured",

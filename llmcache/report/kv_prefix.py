@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rich.table import Table
@@ -22,9 +22,8 @@ LEAST_MODEL = 18  # least width of the model column; other columns are dropped f
 
 
 def show_list(directory: str, models: Sequence[StoredModel], as_json: bool) -> None:
-    """Print the stored models."""
     rows = [{key: value for key, value in asdict(model).items() if key != "described"} for model in models]
-    _show(as_json, {"schema": LIST, "directory": directory, "models": rows}, _list(directory, models))
+    output.show(as_json, lambda: {"schema": LIST, "directory": directory, "models": rows}, _list(directory, models))
 
 
 def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table]:
@@ -45,8 +44,7 @@ def _list(directory: str, models: Sequence[StoredModel]) -> Iterator[str | Table
 
 
 def show_model(model: StoredModel, as_json: bool) -> None:
-    """Print the stored data of one model."""
-    _show(as_json, {"schema": SHOW, **asdict(model)}, _model(model))
+    output.show(as_json, lambda: {"schema": SHOW, **asdict(model)}, _model(model))
 
 
 def _model(model: StoredModel) -> Iterator[str]:
@@ -63,14 +61,9 @@ def _model(model: StoredModel) -> Iterator[str]:
 
 
 def show_pruned(found: Pruned, as_json: bool) -> None:
-    """Print the removed and remaining blocks."""
     removed = f"removed {found.removed_blocks:,} blocks, {format_size(found.removed_bytes)}"
     left = f"{found.left_blocks:,} blocks left, {format_size(found.left_bytes)}"
-    _show(as_json, {"schema": PRUNE, **asdict(found)}, [f"{removed}; {left}"])
-
-
-def _show(as_json: bool, document: dict[str, object], parts: Iterable[str | Table]) -> None:
-    output.show(as_json, lambda: document, parts)
+    output.show(as_json, lambda: {"schema": PRUNE, **asdict(found)}, [f"{removed}; {left}"])
 
 
 def _ago(age_ns: int) -> str:

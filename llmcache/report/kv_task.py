@@ -30,7 +30,6 @@ _VARIANTS: tuple[tuple[theme.Dash, str], ...] = (((0, (1, 1.2)), "s"), ((0, (5, 
 
 
 def look_of(policy: str) -> theme.Look:
-    """Return the look of a policy; variants share that of the policy."""
     return theme.KV_LOOKS[policy.split("-")[0]]
 
 
@@ -45,7 +44,6 @@ def looks_of(policies: Iterable[str]) -> dict[str, theme.Look]:
 
 
 def tradeoff(axes: Axes, bench: TaskBench) -> None:
-    """Draw memory against time per token (figure 1)."""
     rows = bench.at(bench.contexts[-1])
     looks = looks_of(row.policy for row in rows)
     titles = {row.title for row in rows}
@@ -65,7 +63,6 @@ def tradeoff(axes: Axes, bench: TaskBench) -> None:
 
 
 def second_token(axes: Axes, bench: TaskBench) -> None:
-    """Draw the time to the second token (figure 7a)."""
     rows = bench.at(bench.contexts[-1])
     times = [row.speed.tt2t_ns / _MS for row in rows]
     axes.barh(range(len(rows)), times, color=[look_of(row.policy).colour for row in rows], height=0.7)
@@ -74,7 +71,6 @@ def second_token(axes: Axes, bench: TaskBench) -> None:
 
 
 def per_token(axes: Axes, bench: TaskBench) -> None:
-    """Draw time per token by part (figures 7b and 7c)."""
     full, rows = bench.stock(bench.contexts[-1]).answers.share, bench.at(bench.contexts[-1])
     left = np.zeros(len(rows))
     for part in PARTS:
@@ -91,7 +87,6 @@ def per_token(axes: Axes, bench: TaskBench) -> None:
 
 
 def scaling(axes: Axes, bench: TaskBench) -> None:
-    """Draw time per token over context (figure 8)."""
     largest = max((row.budget for row in bench.rows if row.budget is not None), default=None)
     lines: dict[str, list[TaskRow]] = {}
     for row in sorted(bench.rows, key=lambda row: row.context):
@@ -107,7 +102,6 @@ def scaling(axes: Axes, bench: TaskBench) -> None:
 
 
 def accuracy(axes: Axes, bench: TaskBench) -> None:
-    """Draw the share of right answers by budget."""
     rows = bench.at(bench.contexts[-1])
     for policy, look in looks_of(row.policy for row in rows if row.budget is not None).items():
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.budget or 0)
@@ -141,12 +135,10 @@ PANELS: dict[str, tuple[str, Callable[[Axes, TaskBench], None]]] = {
 
 
 def panels_of(bench: TaskBench) -> list[str]:
-    """Return the panels that have data."""
     return [name for name in PANELS if name != "scaling" or len(bench.contexts) > 1]
 
 
 def figure_of(bench: TaskBench, panels: Sequence[str]) -> Figure:
-    """Return panels of `bench` in one figure."""
     with theme.style():
         figure, axes = theme.grid_of(len(panels), columns=3)
         for place, name in zip(axes, panels, strict=True):
@@ -155,7 +147,7 @@ def figure_of(bench: TaskBench, panels: Sequence[str]) -> Figure:
 
 
 def depth_figure(bench: TaskBench) -> Figure | None:
-    """Return right answers by depth and context (figure 6); None without depths."""
+    """Draw right answers by depth and context (figure 6); None without depths."""
     names = list(dict.fromkeys(row.name for row in bench.rows if row.answers.depths and row.budget is not None))
     if not names:
         return None
@@ -194,7 +186,6 @@ LEAD = (
 
 
 def show(bench: TaskBench, as_json: bool) -> None:
-    """Print `bench`."""
     output.show(as_json, lambda: {**bench.document(), "llmcache_version": __version__}, _parts(bench))
 
 
@@ -209,7 +200,6 @@ def _parts(bench: TaskBench) -> Iterator[str | Table]:
 
 
 def facts(bench: TaskBench) -> list[tuple[str, str]]:
-    """Return the settings."""
     settings = {
         name: ", ".join(map(str, one)) if isinstance(one, list) else str(one) for name, one in bench.conditions.items()
     }
@@ -250,19 +240,16 @@ def cells_of(bench: TaskBench, row: TaskRow) -> tuple[Cells, Cells]:
 
 
 def drawn(bench: TaskBench, form: str) -> bytes:
-    """Return `bench` as a file of `form`."""
     if form == "html":
         return page(bench).encode()
     return theme.captioned(figure_of(bench, panels_of(bench)), caption(bench), form)
 
 
 def caption(bench: TaskBench) -> str:
-    """Return the conditions as one paragraph."""
     return "Measured. " + "; ".join(f"{name}: {value}" for name, value in facts(bench)) + "."
 
 
 def page(bench: TaskBench) -> str:
-    """Return `bench` as an HTML page."""
     alt, conditions = alt_text(bench), caption(bench)
     sections = [Section("Answers and memory", [page_table(bench)])]
     if (depths := depth_figure(bench)) is not None:
@@ -275,14 +262,12 @@ def page(bench: TaskBench) -> str:
 
 
 def alt_text(bench: TaskBench) -> str:
-    """Return the data of the figures as text."""
     rows = bench.at(bench.contexts[-1])
     results = ", ".join(f"{row.name} {row.answers.share:.0%} at {row.speed.tpot_ns / 1e6:.3g} ms per token" for row in rows)
     return f"At {bench.contexts[-1]:,} tokens: {results}."
 
 
 def page_table(bench: TaskBench) -> PageTable:
-    """Return all rows for a page."""
     cells = [(row, *cells_of(bench, row)) for row in bench.rows]
     rows: list[list[Cell]] = [[row.name, row.context, *one.values(), *other.values()] for row, one, other in cells]
     return PageTable(f"Measured, task {bench.task}", ["cache", "context", *cells[0][1], *cells[0][2]], rows)

@@ -1,6 +1,7 @@
 """Figures of curves over cache size, as figures 4 and 5 of io_caching.
 
-A line is level from each known size to the next, because a slope would suggest values that were never computed.
+A line is level from each known size to the next, because a slope would suggest values that were never computed. The
+functions that draw must be called in `theme.style()`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Axes with the lines of one trace. `marks`: sizes in bytes with a name.
-
-    `linear`: never use a logarithmic axis of sizes.
+    """Axes with the lines of one trace. `marks`: sizes in bytes with a name. `linear`: never use a logarithmic axis of
+    sizes.
     """
 
     title: str
@@ -58,7 +58,6 @@ class Panel:
 
 
 def policy_line(policy: str, title: str, sizes_bytes: ArrayLike, values: ArrayLike) -> Line:
-    """Return the curve of `policy`, in its look."""
     return Line(title, POLICY_LOOKS[policy], np.asarray(sizes_bytes, float), np.asarray(values, float))
 
 
@@ -73,7 +72,7 @@ def bandwidth_lines(bandwidths: Sequence[int], sizes_bytes: ArrayLike, latencies
 
 
 def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
-    """Return a panel of ratios (0..1) per trace. Call it in `theme.style()`."""
+    """Draw ratios (0..1), a panel for each trace."""
     figure, axes = grid_of(len(panels))
     for place, panel in zip(axes, panels, strict=True):
         _draw(place, panel)
@@ -85,10 +84,7 @@ def ratio_figure(panels: Sequence[Panel], ylabel: str) -> Figure:
 
 
 def latency_figure(panels: Sequence[Panel], comparable: bool = False) -> Figure:
-    """Return a panel of latencies (s) per trace. Call it in `theme.style()`.
-
-    `comparable`: all panels share one scale of latencies.
-    """
+    """Draw latencies (s), a panel for each trace. `comparable`: all panels share one scale."""
     figure, axes = grid_of(len(panels))
     longest = max(float(line.values.max()) for panel in panels for line in panel.lines)
     for place, panel in zip(axes, panels, strict=True):

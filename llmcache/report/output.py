@@ -138,10 +138,7 @@ class Written:
 
 
 def form_of(option: str, path: str, force: bool) -> str:
-    """Return "png", "svg" or "html"; UsageError, naming `option`, for another extension.
-
-    Raises the errors of `check_target` too.
-    """
+    """Return "png", "svg" or "html"; UsageError, naming `option`, for another extension, or from `check_target`."""
     form = Path(path).suffix.lower().removeprefix(".")
     if form not in FORMS:
         raise UsageError(f"{option}: '{path}' must end in .png, .svg or .html", "the extension selects the format")
@@ -155,10 +152,7 @@ def check_target(option: str, path: str | os.PathLike[str], force: bool) -> None
 
 
 def write_target(option: str, path: str | os.PathLike[str], data: bytes, force: bool) -> Written:
-    """Write `data` to `path` atomically.
-
-    Raises the errors of `check_target`, and MissingRequirement if there is no space.
-    """
+    """Write `data` to `path` atomically. UsageError as for `check_target`; MissingRequirement if there is no space."""
     output = Output(path, force, option)
     with output as temporary, writing(output.path):
         temporary.write_bytes(data)
@@ -187,7 +181,6 @@ class Progress:
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Yield a `Progress`, which prints only on a terminal."""
     console = Console(stderr=True)
     columns = ("{task.description}", bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
     with bars.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as shown:
@@ -195,7 +188,6 @@ def progress() -> Iterator[Progress]:
 
 
 def progress_line(text: str) -> None:
-    """Print on stderr what begins, if it is a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)
 

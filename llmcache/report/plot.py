@@ -102,7 +102,6 @@ def survey(batches: Iterable[Trace], only: frozenset[int] | None = None) -> Surv
 
 
 def chosen(batch: Trace, only: frozenset[int] | None) -> NDArray[np.bool_]:
-    """Return which rows belong to the files `only`."""
     if only is None:
         return np.ones(len(batch), bool)
     return np.isin(batch.file, np.array(sorted(only), np.uint32))
@@ -147,10 +146,9 @@ def bands(spans: Sequence[FileSpan]) -> tuple[Band, ...]:
 
 
 class AccessGrid:
-    """Counts the runs that cover each cell, separately for each op."""
+    """Counts the runs that cover each cell, separately for each op. Columns are times, or numbers of accessed blocks."""
 
     def __init__(self, found: Survey, places: Sequence[Band], by_time: bool, width: int = 420, height: int = 300) -> None:
-        """If not `by_time`, columns are the blocks accessed so far."""
         self.width, self.height, self.by_time = width, height, by_time
         self._survey = found
         self._accesses = 0
@@ -240,7 +238,7 @@ class Landmark:
 
 @dataclass(frozen=True)
 class AccessPicture:
-    """All data of a figure of accesses."""
+    """All data of a figure."""
 
     title: str
     survey: Survey
@@ -290,10 +288,7 @@ def pixels(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def class_rows(bands: Sequence[Band], shades: Sequence[Shade], height: int) -> NDArray[np.int64]:
-    """Return the class of each row of cells, from the bottom (index in `CLASSES`, -1: none).
-
-    A class later in `CLASSES` takes precedence.
-    """
+    """Return the class of each row of cells, from the bottom (index in `CLASSES`, -1: none)."""
     rows = np.full(height, -1, np.int64)
     placed = {band.file: band for band in bands}
     for shade in shades:
@@ -428,7 +423,7 @@ def picture_of(
     shades: Sequence[Shade] = (),
     landmarks: Sequence[Landmark] = (),
 ) -> AccessPicture:
-    """Return the figure data of `source`, which is read twice. DataError without rows of the files `only`.
+    """Return the figure data of `source`, reading it twice. DataError without rows of the files `only`.
 
     If `only` is None, files that are not `worth_a_band` are left out. A trace without times is drawn by accesses.
     """
@@ -444,12 +439,11 @@ def picture_of(
 
 
 def _timed(found: Survey, source: Trace | TraceReader) -> bool:
-    """Return True if rows have meaningful times; importers give rows without a time the clock "none: …"."""
+    """Return whether rows have times; importers give rows without a time the clock "none: …"."""
     return found.t1_ns > found.t0_ns and not source.provenance.clock.startswith("none")
 
 
 def conditions(picture: AccessPicture, source: Trace | TraceReader) -> list[tuple[str, str]]:
-    """Return the conditions of recording and drawing."""
     found, provenance = picture.survey, source.provenance
     facts = [
         ("source", provenance.tier),
@@ -480,7 +474,6 @@ def caption(picture: AccessPicture, source: Trace | TraceReader) -> str:
 
 
 def alt_text(picture: AccessPicture) -> str:
-    """Return the data of the figure for screen readers."""
     parts = []
     for band in picture.bands:
         span = next(span for span in picture.survey.spans if span.file == band.file)
@@ -520,12 +513,10 @@ COLUMNS = ["class", "op", "file", "size (MB)", "blocks", "ranges", "times", "per
 
 
 def shades_of(rows: Sequence[Classification]) -> list[Shade]:
-    """Return the blocks of every class."""
     return [Shade(row.file, first, last + 1, row.kind) for row in rows for first, last in row.pieces]
 
 
 def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
-    """Return the blocks of each layer or other tensor."""
     marks: list[Landmark] = []
     for file in files:
         for layer, group in groupby(names(file), key=lambda tensor: tensor.layer):
@@ -536,7 +527,6 @@ def landmarks_of(files: Sequence[TraceFile], names: Models) -> list[Landmark]:
 
 
 def classes_table(rows: Sequence[Classification], files: Container[int]) -> Table:
-    """Return at most `MOST_ROWS` classes of `files`."""
     shown = [row for row in rows if row.file in files][:MOST_ROWS]
     rest = [row for row in rows if row not in shown]
     names = [names_line(row) for row in shown]
@@ -575,10 +565,9 @@ def plot(
     classes: bool = True,
     force: bool = False,
 ) -> Written:
-    """Draw the trace in the file `trace` as `output`.
+    """Draw the trace in the file `trace` as `output`; `files`: a glob of the files to draw.
 
-    `files`: a glob of the files to draw. UsageError for an unsupported extension, or an existing output; DataError for the
-    trace.
+    UsageError for an unsupported extension, or an existing output; DataError for the trace.
     """
     form = form_of("-o", output, force)
     with open_trace(trace) as reader:

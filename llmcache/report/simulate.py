@@ -18,7 +18,6 @@ _NOTE = "hits: hit ratio of all blocks; reads: hit ratio of the bytes read"
 
 
 def show(simulation: Simulation, as_json: bool) -> None:
-    """Print `simulation`."""
     output.show(as_json, simulation.document, _parts(simulation))
 
 
@@ -36,14 +35,12 @@ def _parts(simulation: Simulation) -> Iterator[str | Table]:
 
 
 def latency_note(model: FetchModel) -> str:
-    """Return the components of a modelled latency."""
     setup = f" plus {format_duration(model.setup_ns)} per missed block" if model.setup_ns else ", no setup time (--setup)"
     gpu = f" plus {format_duration(model.gpu_setup_ns)} per {model.request_bytes} bytes" if model.gpu_setup_ns else ""
     return f"misses at the bandwidth of storage{setup}, then to the GPU at {_rate(model.gpu_bandwidth)}{gpu}"
 
 
 def headline(summary: Summary) -> str:
-    """Return the size and source of a trace."""
     lost = f", {summary.lost_events} accesses lost" if summary.lost_events else ""
     return (
         f"{summary.trace}: {summary.accesses} block accesses ({summary.reads} reads, {summary.writes} writes) to "
@@ -52,7 +49,6 @@ def headline(summary: Summary) -> str:
 
 
 def table(rows: list[Result]) -> Table:
-    """Return the rows of one trace."""
     headings = ("policy", "cache", "hits", "reads", "storage", *(_rate(latency.bw) for latency in rows[0].latencies))
     return plain_table(*headings, rows=([title, *_cells(row)] for title, row in _titled(rows)), gap=1, keys=2)
 

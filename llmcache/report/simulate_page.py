@@ -30,7 +30,6 @@ def write_report(path: str, simulation: Simulation, force: bool) -> None:
 
 
 def report_page(simulation: Simulation) -> str:
-    """Return the page of `simulation`."""
     sections = [Section(summary.trace, list(_trace(simulation, summary))) for summary in simulation.traces]
     sections.append(Section("Conditions", [_conditions(simulation)]))
     return html_page("llmcache simulate", LEAD, sections)

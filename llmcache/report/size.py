@@ -19,12 +19,10 @@ _FORMULA = "S = max(0, N - BW*T)"
 
 
 def show(answer: Answer, as_json: bool) -> None:
-    """Print `answer`."""
     output.show(as_json, lambda: document(answer), (*lines(answer), "", sensitivity_table(answer)))
 
 
 def size_text(size_bytes: float) -> str:
-    """Format like `format_size`, without trailing zeros."""
     return trimmed(format_size(size_bytes))
 
 
@@ -33,7 +31,6 @@ def _duration_text(duration_ns: float) -> str:
 
 
 def lines(answer: Answer) -> Iterator[str]:
-    """Yield the inputs and the answer."""
     mixture = _mixture(answer)
     yield from _inputs(answer)
     yield ""
@@ -166,7 +163,6 @@ def _verdict(passes: Passes) -> str:
 
 
 def sensitivity_table(answer: Answer) -> Table:
-    """Return the answer for shorter and longer T."""
     largest = max((item.cache_bytes for item in answer.capacities), default=None)
     headings = ["T"]
     headings += ["loop cache", "total"] if answer.need is not None else []

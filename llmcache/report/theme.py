@@ -201,10 +201,7 @@ def curves_figure(
 
 
 def legend_below(figure: Figure, axes: Iterable[Axes], long: bool = False) -> None:
-    """Put one legend under all panels.
-
-    `long`: size columns by the longest label; otherwise by `LEGEND_INCHES`.
-    """
+    """Put one legend under all panels. `long`: size columns by the longest label; otherwise by `LEGEND_INCHES`."""
     handles: dict[str, Any] = {}
     for panel in axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
@@ -233,7 +230,6 @@ def embedded(figure: Figure, alt: str, caption: str) -> Picture:
 
 
 def captioned(figure: Figure, caption: str, form: str) -> bytes:
-    """Return `figure` with its caption below."""
     lines = textwrap.wrap(caption, int(figure.get_figwidth() * LETTERS_PER_INCH))
     with style():
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color=MUTED)

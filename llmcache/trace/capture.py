@@ -89,7 +89,7 @@ class CaptureSettings:
             raise UsageError("--mmap-rerefs: the interval must be more than 0", "for example: --mmap-rerefs 1s")
 
     def matches(self, path: str) -> bool:
-        """A glob without a slash is compared with the file name only."""
+        """Compare `path` with the glob; one without a slash is compared with the file name only."""
         glob = self.glob
         return glob is None or fnmatch.fnmatchcase(path if "/" in glob else os.path.basename(path), glob)
 
@@ -99,7 +99,7 @@ class CaptureSettings:
 
 
 def default_output(target: Target) -> str:
-    """Return the default name of the trace: program and process id."""
+    """Return `PROGRAM-PID.parquet`."""
     program = os.path.basename(target.command.split(" ", 1)[0]) or "process"
     return f"{program}-{target.pid}{PARQUET}"
 
@@ -420,10 +420,9 @@ _COLUMNS = pa.schema(
 
 
 class BlockRequests:
-    """The writer of block-layer requests, with a temporary file name until `close`."""
+    """Writes block-layer requests, to a temporary file until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
-        """Raise UsageError if `path` exists and `force` is not set; MissingRequirement."""
         self.path = path
         self._requests = self._blocks = self._latency_us = 0
         self._output = Output(path, force)
@@ -466,7 +465,7 @@ class BlockRequests:
 
 
 class SampledTouches:
-    """The writer of the sampled pages, as a trace with a temporary file name until `close`."""
+    """Writes the sampled pages as a trace, to a temporary file until `close`."""
 
     def __init__(self, path: Path, force: bool) -> None:
         self.path = path

@@ -1,8 +1,7 @@
 """The tier without privilege: page faults of the user's own processes, and their reads and writes if strace is installed.
 
 The kernel's perf events report the address of each page fault, and every new mapping and fork, in one ring per CPU.
-`AddressSpaces` maps an address at a given time to a file and a block. strace, the tool of the paper, is slow. `FaultSource`
-merges both streams by time.
+`AddressSpaces` maps an address at a given time to a file and a block. `FaultSource` merges faults and system calls by time.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _opened(tid: int, cpu: int, follow: bool) -> int:
     """Return a perf event descriptor for the page faults of thread `tid` on `cpu`; OSError.
 
-    It includes the threads that `tid` starts, with `follow` the processes, new mappings and forks, but no page faults in
-    kernel code.
+    It includes the threads that `tid` starts, and with `follow` the processes, but no page faults in kernel code.
     """
     flags = _INHERIT | _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR | _WATERMARK | _USE_CLOCK | _REPORT_MAPPINGS
     attributes = Attributes(
@@ -81,7 +79,7 @@ def _opened(tid: int, cpu: int, follow: bool) -> int:
 
 
 def _processors() -> list[int]:
-    """An inherited event must be opened on each online CPU."""
+    """Return the online CPUs: an inherited event must be opened on each."""
     found: list[int] = []
     with open("/sys/devices/system/cpu/online") as file:
         for part in file.read().strip().split(","):
@@ -91,10 +89,9 @@ def _processors() -> list[int]:
 
 
 class EventRing:
-    """The ring buffer for the events on one CPU, which any number of threads share."""
+    """The ring buffer for the events on one CPU, which any number of threads share. `size_bytes` is a power of two."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """`size_bytes` is a power of two. OSError if the kernel refuses the memory."""
         self.lost = 0
         self._fds = [fd]
         self._size = size_bytes
@@ -232,10 +229,13 @@ class AddressSpaces:
 
 
 class Strace:
-    """The system calls of a scope's targets, traced by strace."""
+    """The system calls of a scope's targets, traced by strace.
+
+    The constructor returns when strace is attached, or raises MissingRequirement. Paths of accessed files are stored in
+    `paths`.
+    """
 
     def __init__(self, scope: Scope, paths: dict[Key, str]) -> None:
-        """Return when strace is attached; MissingRequirement. Paths of accessed files are stored in `paths`."""
         self.lost = 0
         self._scope, self._paths = scope, paths
         self._keys: dict[int, Key | None] = {}  # by file number in the log; None if the path no longer exists
@@ -276,7 +276,7 @@ class Strace:
 
     @property
     def guessed(self) -> int:
-        """Return the number of accesses with an unknown offset: sequential ones in files that were open before."""
+        """Return the number of sequential accesses in files that were open before, so that their offset is unknown."""
         return self._log.counts["guessed_offsets"]
 
     def drain(self) -> Records:
@@ -336,7 +336,7 @@ def _tracer(pid: int) -> int:
 
 
 class FaultSource(Source):
-    """See `sees` and `cannot_see`."""
+    """The tier of page faults and strace."""
 
     name = "faults"
     sees = "the page of every page fault in a mapped file; with strace also reads and writes by system call"
@@ -435,7 +435,9 @@ class FaultSource(Source):
         return in_files
 
     def alive(self) -> bool:
-        """Children that have touched no file are looked for in /proc, at most ten times a second."""
+        """Return whether a process runs; children that have touched no file are searched in /proc at most ten times a
+        second.
+        """
         if self._stopped:
             return False
         self._running.wait(0)

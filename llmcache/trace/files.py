@@ -2,7 +2,7 @@
 
 A path is looked up when its inode first appears: in the open and mapped files of the process, then by file handle. If both
 fail, the lookup is repeated each time the inode appears again. A renamed file keeps its first path, unless that path no
-longer exists at the end. A deleted file keeps its last path.
+longer exists at the end.
 
 A mount in mode inplace or steer locks the pinned part of a loop in memory. After the first touch no tier sees accesses to
 it. The trace stores the smaller number of locked bytes of its first appearance and the end.
@@ -43,10 +43,9 @@ class OpenFile:
 
 
 class FileTable:
-    """The files of a recording, numbered in the order in which they appear."""
+    """The files of a recording, numbered as they appear. `source_paths` may grow."""
 
     def __init__(self, pids: Iterable[int], source_paths: Mapping[Key, str] = {}) -> None:
-        """Read the files that `pids` have open now. `source_paths` may grow."""
         self._source_paths = source_paths
         self.files: list[TraceFile] = []
         self.unnamed = 0
@@ -248,7 +247,7 @@ def path_of(dev: int, inode: int) -> str | None:
 
 
 def _opened(point: str, inode: int) -> str:
-    """Raise OSError if the inode has no path."""
+    """Return the path of the inode; OSError if it has none."""
     handle = _Handle(8, _INO32_GEN, inode, 0)
     base = os.open(point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""`llmcache info`: the contents of a trace. It reads the trace once, in constant memory."""
+"""`llmcache info`: the contents of a trace, read once in constant memory."""
 
 from __future__ import annotations
 

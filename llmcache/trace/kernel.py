@@ -1,4 +1,4 @@
-"""The sources of live traces: BPF programs on page-cache tracepoints, on page-cache functions, or on system calls."""
+"""BPF tiers: programs on page-cache tracepoints, on page-cache functions, or on system calls."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _FlushResult(ctypes.Structure):
 
 
 class RecordRing(Ring):
-    """A ring whose records all have the dtype `record`."""
+    """A ring of records of the dtype `record`."""
 
     def __init__(self, fd: int, size: int, record: np.dtype[np.void]) -> None:
         super().__init__(fd, size, record.itemsize)
@@ -105,7 +105,7 @@ class Copies:
         self._copied: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def settle(self, records: Records) -> Records:
-        """Return the records; of runs that come again, only the blocks that their copies did not have."""
+        """Remove from runs that come again the blocks that their copies had."""
         is_copy = records["flags"] & COPIED != 0
         for row in np.flatnonzero(is_copy):
             self._copied[_run(records[row])] = int(records["count"][row]), int(records["aux"][row])
@@ -266,8 +266,8 @@ class BpfSource(Source):
             self._live = self._kernel.attach(scope.targets)
         except LoadFailure as failure:
             self.stop()
-            said = f"the kernel rejects the BPF programs of tier '{self.name}': {failure}"
-            raise MissingRequirement(said, "choose another tier with --tier") from failure
+            message = f"the kernel rejects the BPF programs of tier '{self.name}': {failure}"
+            raise MissingRequirement(message, "choose another tier with --tier") from failure
         self.remarks += [f"not recorded: {what} (the kernel rejects the BPF program)" for what in self._kernel.missing]
         if not self._live:
             self.stop()
@@ -311,7 +311,7 @@ class BpfSource(Source):
 
 
 class FilemapSource(BpfSource):
-    """The tier on page-cache tracepoints (Linux 6.12 and later): all accesses to cached files, fills and evictions."""
+    """The tier on page-cache tracepoints (Linux 6.12 and later)."""
 
     name = "filemap"
     programs = ("read_pages", "fault_page", "mapped", "map_around")
@@ -346,7 +346,7 @@ class FexitSource(BpfSource):
 
 
 class SyscallSource(BpfSource):
-    """The tier on read and write calls: no page faults, no hits and misses."""
+    """The tier on read and write calls."""
 
     name = "syscalls"
     programs = ("read_call_returned",)

@@ -82,8 +82,8 @@ def _named(name: str) -> int:
     if len(found) > 1:
         shown = [f"{pid} ({printable(_command_line(pid)[:_LONGEST_LISTED])})" for pid in sorted(found)[:_MOST_LISTED]]
         more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
-        said = f"PID: {len(found)} processes are called '{name}': {', '.join(shown)}{more}"
-        raise UsageError(said, "give the number of one of them")
+        message = f"PID: {len(found)} processes are called '{name}': {', '.join(shown)}{more}"
+        raise UsageError(message, "give the number of one of them")
     return found[0]
 
 

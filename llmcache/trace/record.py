@@ -1,8 +1,7 @@
 """The trace format: a Parquet file with one row for each accessed run of 4 KiB blocks of a file.
 
-`TraceReader` and `TraceWriter` process traces larger than memory. Every row is checked when it is read and when it is
-written. The file table and the provenance are JSON in the metadata of the Parquet schema. `BlockSpace` numbers the blocks of
-all files, so that policies can use arrays.
+Every row is checked when it is read and when it is written. The file table and the provenance are JSON in the metadata of
+the Parquet schema. `BlockSpace` numbers the blocks of all files, so that policies can use arrays.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from llmcache.arrays import Flags, Int64s, Uint32s, Uint64s
+from llmcache.documents import from_json, invalid
 from llmcache.errors import DataError, MissingRequirement, UsageError
 from llmcache.files import Output, writing
 from llmcache.units import BLOCK_BYTES
@@ -104,14 +104,14 @@ def file_table(files: Iterable[TraceFile]) -> tuple[TraceFile, ...]:
 
 
 def encode(files: Iterable[TraceFile], provenance: Provenance) -> bytes:
-    """Return file table and provenance as JSON for `decode`."""
+    """Return file table and provenance as JSON."""
     described = asdict(provenance) | {"extra": dict(provenance.extra)}
     document = {"schema": FORMAT, "provenance": described, "files": [asdict(file) for file in files]}
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
-    """Return file table and provenance; DataError with the name of an invalid field."""
+    """Return file table and provenance; DataError names an invalid field."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -126,7 +126,7 @@ def decode(text: bytes) -> tuple[tuple[TraceFile, ...], Provenance]:
 
 
 def files_of(entries: object) -> list[TraceFile]:
-    """Return the files in a JSON list; DataError with the name of an invalid field."""
+    """Return the files in a JSON list; DataError names an invalid field."""
     if not isinstance(entries, list):
         raise DataError("files: the metadata has no file table", _CHANGED)
     return [_entry(TraceFile, entry, "files") for entry in entries]
@@ -136,26 +136,11 @@ _Entry = TypeVar("_Entry", TraceFile, Provenance)
 
 
 def _entry(kind: type[_Entry], values: Any, where: str) -> _Entry:
-    if not isinstance(values, dict):
-        raise DataError(f"{where}: {reprlib.repr(values)} is not an object", _CHANGED)
-    types = {entry.name: entry.type for entry in fields(kind)}
-    for name, value in values.items():
-        if name not in types:
-            raise DataError(f"{where}: {reprlib.repr(name)} is unknown", _CHANGED)
-        if not _suits(value, str(types[name])):
-            raise DataError(f"{where}: {name} is {reprlib.repr(value)}", _CHANGED)
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise DataError(f"{where}: {error}".replace("__init__() ", ""), _CHANGED) from error
-
-
-def _suits(value: Any, annotation: str) -> bool:
-    if annotation == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation == "str":
-        return isinstance(value, str)
-    return isinstance(value, dict) and all(isinstance(item, str) for pair in value.items() for item in pair)
+    with invalid(where, _CHANGED):
+        found: _Entry = from_json(kind, values)
+        if unknown := values.keys() - {one.name for one in fields(kind)}:
+            raise ValueError(f"{reprlib.repr(min(unknown))} is unknown")
+    return found
 
 
 READ, WRITE, MAP = 0, 1, 2
@@ -230,7 +215,7 @@ def _fitted(name: str, values: ArrayLike) -> NDArray[Any]:
 
 
 def concatenated(parts: Sequence[Columns]) -> Columns:
-    """Return the rows of all `parts` in sequence."""
+    """Return the rows of all `parts`."""
     if len(parts) == 1:
         return parts[0]
     return Columns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
@@ -258,7 +243,7 @@ def _no(wrong: Flags, name: str, column: NDArray[Any], rule: str, row: int) -> N
 
 
 class Reach:
-    """The block after the last accessed one of each file, to compare the rows with the file table."""
+    """The block after the last accessed one of each file."""
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
@@ -319,11 +304,10 @@ class Trace:
     """Accesses to runs of blocks, in the order of time, with the file table, sorted by id. Immutable.
 
     Columns, one entry per run: `t_ns` u64, `file` u32 (an id of `files`), `first` u64 and `count` u32 (blocks of 4 KiB),
-    `op` u8 (READ, WRITE, MAP), `miss` u8 (HIT, MISS, UNKNOWN), `pid` u32.
+    `op` u8 (READ, WRITE, MAP), `miss` u8 (HIT, MISS, UNKNOWN), `pid` u32. The constructor does not check them.
     """
 
     def __init__(self, columns: Columns, files: Sequence[TraceFile], provenance: Provenance) -> None:
-        """Take valid columns; `Trace.build` checks them."""
         self.columns = columns
         self.t_ns, self.file, self.first, self.count = columns.t_ns, columns.file, columns.first, columns.count
         self.op, self.miss, self.pid = columns.op, columns.miss, columns.pid
@@ -374,10 +358,11 @@ class Trace:
 
 
 class TraceReader:
-    """A Parquet trace on disk; `batches` reads it in constant memory."""
+    """Reads a Parquet trace; `batches` in constant memory. DataError if it is not a trace, UsageError if it does not
+    exist.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raise DataError if `path` is not a trace, UsageError if it does not exist."""
         self.path = Path(path)
         with readable(self.path), _decoding(self.path):
             self._parquet = pq.ParquetFile(self.path, page_checksum_verification=True)
@@ -578,7 +563,7 @@ def _check_schema(path: Path, schema: Any) -> None:
 
 
 def columns_of(data: Any) -> Columns:
-    """Return the columns of a pyarrow table or batch as arrays; DataError for a null value."""
+    """Return the columns of a pyarrow table or batch; DataError for a null value."""
     arrays = []
     for name in COLUMNS:
         column = data.column(name)
@@ -600,10 +585,12 @@ BLOCK_BITS = 63 - FILE_BITS
 
 
 class BlockSpace:
-    """A mapping from (file, block) to ids 0 .. `blocks` - 1; `footprint` counts distinct blocks."""
+    """A mapping from (file, block) to ids 0 .. `blocks` - 1; `footprint` counts distinct blocks.
+
+    It is built from keys `file << BLOCK_BITS | block` of intervals: at least one, sorted, disjoint and not adjacent.
+    """
 
     def __init__(self, starts: Int64s, ends: Int64s) -> None:
-        """Take keys `file << BLOCK_BITS | block` of intervals: at least one, sorted, disjoint and not adjacent."""
         self._starts = starts
         self._ends = ends
         lengths = ends - starts

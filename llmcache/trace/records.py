@@ -64,7 +64,7 @@ def distinct_files(dev: Uint64s, inode: Uint64s) -> tuple[Int64s, Int64s]:
 
 
 class TimeOrder:
-    """A merger of records by time; they wait until no older ones can arrive."""
+    """Merges records by time; they wait until no older ones can arrive."""
 
     def __init__(self) -> None:
         self._waiting = no_records()
@@ -91,7 +91,7 @@ class TimeOrder:
 
 @dataclass(frozen=True)
 class Scope:
-    """What to record: the processes `targets`, and with `follow` the children they start.
+    """The processes to record, and with `follow` the children they start.
 
     If `rerefs_s` is above 0, SAMPLED records are made at that interval; `coalesce` merges adjacent blocks.
     """
@@ -104,15 +104,12 @@ class Scope:
     coalesce: bool = True
 
     def missing(self) -> MissingRequirement:
-        said = f"process {', '.join(map(str, self.targets))} does not exist"
-        return MissingRequirement(said, "list processes with: ps -e")
+        message = f"process {', '.join(map(str, self.targets))} does not exist"
+        return MissingRequirement(message, "list processes with: ps -e")
 
 
 class Source(ABC):
-    """A tier. The caller calls `start`, `drain` every POLL_S seconds, `stop`, and `drain` once more, all in one thread.
-
-    `sees` and `cannot_see` are text for people.
-    """
+    """A tier. The caller calls `start`, `drain` every POLL_S seconds, `stop`, and `drain` once more, all in one thread."""
 
     name: ClassVar[str]  # its key in SOURCES of llmcache.trace.kernel
     sees: ClassVar[str]
@@ -141,8 +138,7 @@ class Source(ABC):
         """Return the new finished records, after `stop` all; `t_ns` ascends across calls too."""
 
     @abstractmethod
-    def alive(self) -> bool:
-        """Return whether any recorded process still runs."""
+    def alive(self) -> bool: ...
 
     @property
     @abstractmethod

@@ -27,7 +27,7 @@ POLICIES: dict[str, str] = {
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Return the class of the policy called `name` in `POLICIES`."""
+    """Return a class of `POLICIES`."""
     module, _, attribute = POLICIES[name].partition(":")
     found: type[Policy] = getattr(importlib.import_module(module), attribute)
     return found

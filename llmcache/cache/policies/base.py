@@ -124,7 +124,7 @@ class Policy(ABC):
 
     @property
     def evictions(self) -> int:
-        """Number of blocks evicted, given that every missed block was inserted."""
+        """Return the number of blocks evicted, given that every missed block was inserted."""
         return self._missed - len(self.resident())
 
     @abstractmethod

@@ -66,7 +66,7 @@ class LLMCache(Policy):
 
     @property
     def evictions(self) -> int:
-        """Number of blocks evicted; unwanted blocks were never inserted."""
+        """Return the number of blocks evicted; unwanted blocks were never inserted."""
         return self._source.evictions
 
 

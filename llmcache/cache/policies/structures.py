@@ -37,13 +37,13 @@ def new_links(blocks: int, lists: int) -> Links:
 
 @subroutine
 def is_linked(links: Links, block: int) -> bool:
-    """Return True if `block` is in any list."""
+    """Return whether `block` is in any list."""
     return bool(links[block, NEXT] != NONE)
 
 
 @subroutine
 def is_empty(links: Links, head: int) -> bool:
-    """Return True if the list is empty."""
+    """Return whether the list is empty."""
     return bool(links[head, NEXT] == head)
 
 
@@ -268,7 +268,7 @@ def new_timeset(times: int) -> TimeSet:
 
 @subroutine
 def contains(times: TimeSet, time: int) -> bool:
-    """Return True if `time` is in the set."""
+    """Return whether `time` is in the set."""
     return (int(times.words[time >> _SHIFT]) >> (time & _LOW)) & 1 == 1
 
 

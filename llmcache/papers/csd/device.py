@@ -41,7 +41,7 @@ FULL_NAP_S = 50e-6
 
 
 class Device:
-    """Executes the commands that arrive on a pipe, one at a time."""
+    """Executes commands, one at a time."""
 
     def __init__(self, end: Connection, shared: Shared) -> None:
         self._end, self._shared = end, shared
@@ -151,13 +151,13 @@ class Device:
 
         with ThreadPoolExecutor(1, thread_name_prefix="csd-read") as reader:
             ahead = reader.submit(read, 0) if todo else None
-            for index, own in enumerate(todo):
+            for index, pages_now in enumerate(todo):
                 assert ahead is not None
                 slots = ahead.result()
                 if index + 1 < len(todo):
                     ahead = reader.submit(read, index + 1)
                 keys = view_slots(shape, slots, KEYS)
-                base = own.start * shape.page_tokens
+                base = pages_now.start * shape.page_tokens
                 scores = score_pages(queries, keys, combine=combine, threads=self._threads)
                 yield base, scores[:, : length - base], slots.size
 
@@ -238,7 +238,6 @@ class Device:
 
 
 def main(argv: list[str]) -> int:
-    """Run the device on two inherited descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host handles Ctrl-C; the device ends with the host
     Device(Connection(int(argv[0])), Shared(int(argv[1]))).serve()
     return 0

@@ -1,4 +1,4 @@
-"""The host's side of the *emulated* device: starts its process, sends commands, and detects when it stops.
+"""The host's side of the *emulated* device.
 
 Only one thread at a time may use a device. After Ctrl-C, the remaining replies would be taken for those of the next command,
 so an interrupted device is restarted first.
@@ -318,7 +318,7 @@ class EmulatedCsd:
 
 
 def page_runs(pages: Int64s) -> NDArray[np.uint32]:
-    """Return `pages` as runs [n, 2]: first page and number of pages."""
+    """Return `pages` as runs [n, 2]: first page, number of pages."""
     starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
     counts = np.diff(starts, append=len(pages))
     return np.stack([pages[starts], counts], axis=1).astype(np.uint32)

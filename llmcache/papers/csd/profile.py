@@ -1,4 +1,4 @@
-"""Speeds of an *emulated* device, its modelled clock, and its reports: bytes, modelled time, wall time."""
+"""Speeds of an *emulated* device, its modelled clock, and its reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class CsdProfile:
-    """Modelled speeds of an *emulated* device (bytes/s, ns, bytes). `throttle`: wait for the modelled time.
+    """Modelled speeds (bytes/s, ns, bytes). `throttle`: wait for the modelled time.
 
     `fdm_bytes` limits how many buffers of `buffer_bytes` are between flash and engine.
     """
@@ -46,7 +46,7 @@ PROFILES: dict[str, CsdProfile] = {
 
 @dataclass
 class Report:
-    """Totals of commands to an *emulated* device: counted bytes, `modelled_ns`, and measured `wall_ns`.
+    """Totals of commands: counted bytes, `modelled_ns`, and measured `wall_ns`.
 
     `link_*`: between host and device, with headers; `internal_*`: between flash and the device's memory.
     """

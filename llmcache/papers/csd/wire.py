@@ -53,7 +53,7 @@ class Data(NamedTuple):
 
 
 def receive(pipe: Connection) -> Any:
-    """Return a message from the other end; EOFError if that has ended."""
+    """Return a message; EOFError if the other end has ended."""
     try:
         return pipe.recv()
     except OSError as error:  # an incomplete message, or a reset

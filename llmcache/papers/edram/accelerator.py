@@ -68,7 +68,7 @@ class Outcome:
 
 
 def evaluate(configurations: Sequence[Configuration], groups: int | None = STEP_GROUPS) -> list[Outcome]:
-    """Return the modelled cost of each of `configurations`; ValueError if there are none.
+    """Return the modelled cost of each configuration; ValueError if there are none.
 
     `groups` of decode steps; None: each step is computed by itself.
     """
@@ -108,7 +108,7 @@ def _total(steps: Steps, values: Doubles) -> Doubles:
 
 
 def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> Doubles:
-    """Return the largest memory of weights and KV cache ([n]).
+    """Return the largest memory of weights and KV cache, [n].
 
     With eviction, only one layer holds the whole context (section 8.4.1).
     """
@@ -124,7 +124,7 @@ def _peak_bytes(columns: ConfigurationColumns, steps: Steps, share: Doubles) -> 
 
 @dataclass(frozen=True)
 class Compared:
-    """A configuration with its cost, and the ratios of the baseline to it."""
+    """A configuration, its cost, and the ratios of the baseline to it."""
 
     configuration: Configuration
     outcome: Outcome
@@ -141,7 +141,7 @@ class Compared:
 
 
 def compared(configurations: Sequence[Configuration], baseline: AcceleratorSystem) -> list[Compared]:
-    """Return each of `configurations` compared with the same work on `baseline`; ValueError if there are none."""
+    """Compare each configuration with the same work on `baseline`; ValueError if there are none."""
 
     def shared(one: Configuration) -> tuple[object, ...]:
         workload = one.workload
@@ -152,9 +152,9 @@ def compared(configurations: Sequence[Configuration], baseline: AcceleratorSyste
     places = {key: len(configurations) + place for place, key in enumerate(baselines)}
     outcomes = evaluate([*configurations, *baselines.values()])
     found = []
-    for one, own in zip(configurations, outcomes, strict=False):
+    for one, outcome in zip(configurations, outcomes, strict=False):
         base = outcomes[places[shared(one)]]
-        found.append(Compared(one, own, base.latency_s / own.latency_s, base.energy_j / own.energy_j))
+        found.append(Compared(one, outcome, base.latency_s / outcome.latency_s, base.energy_j / outcome.energy_j))
     return found
 
 
@@ -163,10 +163,7 @@ MOST = 1_000_000
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a sweep. An empty axis keeps the values of the models, workloads and systems.
-
-    `interval_factors` multiply all refresh intervals.
-    """
+    """The axes of a sweep. An empty axis keeps the values of the models, workloads and systems."""
 
     models: Sequence[LlmShape]
     workloads: Sequence[GenerationWorkload]
@@ -184,7 +181,7 @@ class Axes:
         return math.prod(len(axis) or 1 for axis in vars(self).values())
 
     def configurations(self) -> list[Configuration]:
-        """Raise a UsageError if there are more than a million."""
+        """Return the product of the axes; UsageError if it has more than a million."""
         if len(self) > MOST:
             raise UsageError(
                 f"{len(self):,} configurations are more than the limit of {MOST:,}", "vary fewer options in one sweep"
@@ -223,7 +220,7 @@ def _changes(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """One decode step with a full cache: its 8-bit operations, without recomputation, and its bottleneck.
+    """A decode step with a full cache: 8-bit operations without recomputation.
 
     `intensity`: operations per byte over DRAM. `bound`: one of `latency.RESOURCES`.
     """
@@ -249,7 +246,7 @@ class Roofline:
 
 
 def roofline_of(configuration: Configuration) -> Roofline:
-    """Return the roofline without recomputation, with the best share, and with the declared one."""
+    """Return points without recomputation, with the best share, and with the declared one."""
     policy = replace(configuration.policy, recompute="first-principles", recompute_share=-1.0)
     columns = ConfigurationColumns([configuration.on(replace(configuration.system, policy=policy))])
     hardware, cached = configuration.hardware, configuration.last_cached

@@ -1,11 +1,10 @@
 """The effect of eviction and lost bits on a model's answers: the paper's experiments with other models.
 
-Source: kelle.txt, sections 4.2, 7.1 and 7.2: table 3 (budgets), figure 8 (losses), table 4 (intervals). Differs from the
-paper: model and task are others, so only directions can be compared. Table 4 is run in two readings, `iso-power` and
-`iso-failure`, because its uniform intervals have the power of 2DRP while its text claims equal failure rates.
+Source: kelle.txt, sections 4.2, 7.1 and 7.2: table 3 (budgets), figure 8 (losses), table 4 (intervals). Model and task
+differ from the paper's, so only directions can be compared. Table 4 is run in two readings, `iso-power` and `iso-failure`,
+because its uniform intervals have the power of 2DRP while its text claims equal failure rates.
 
-Answers are measured; losses are modelled. All variants get the same questions and seeds, so differences are paired, with a
-standard error over sequences.
+Answers are measured, losses modelled. All variants get the same questions and seeds, so differences are paired.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class CacheVariant:
 
 @dataclass(frozen=True)
 class VariantAnswers:
-    """Answers with one variant [sequences, questions]: whether they are right, and the loss in nats.
+    """Whether answers [sequences, questions] are right, and their loss in nats.
 
     `stored_bytes` and `lost_bits` [sequences] are counted at the end.
     """
@@ -56,7 +55,7 @@ class VariantAnswers:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over sequences, and its standard error (nan for a single sequence)."""
+    """A mean over sequences, and its standard error (NaN for a single sequence)."""
 
     mean: float
     error: float
@@ -69,7 +68,6 @@ class Estimate:
 
 
 def accuracy(outcome: VariantAnswers) -> Estimate:
-    """Return the share of right answers."""
     return Estimate.of(outcome.right.mean(axis=1))
 
 
@@ -81,7 +79,7 @@ def harm(outcome: VariantAnswers, baseline: VariantAnswers) -> Estimate:
 def evaluate(
     decoder: Decoder, asked: Questions, variants: Sequence[CacheVariant], progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, VariantAnswers]:
-    """Return the outcome of each of `variants`. After each question the model gets the right answer."""
+    """Return the answers of each variant. After each question, the model gets the right answer."""
     shape = asked.asked.shape
     found = {
         variant.name: VariantAnswers(np.zeros(shape, np.bool_), np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0]))
@@ -147,7 +145,6 @@ def budgets(setup: AccuracySetup) -> list[CacheVariant]:
 
 
 def uniform_losses(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return one rate for all bits (figure 8a)."""
     formats: tuple[Format, ...] = ("int16", "fp16")
     return [setup.losing(f"{how} uniform {rate:g}", FlipRates.uniform(rate), how) for rate in RATES for how in formats]
 
@@ -162,7 +159,6 @@ def sided_losses(setup: AccuracySetup) -> list[CacheVariant]:
 
 
 def intervals(setup: AccuracySetup) -> list[CacheVariant]:
-    """Return the columns of table 4."""
     found = []
     for printed, groups in TABLE4_INTERVALS.items():
         name = f"{printed // 1000} us"
@@ -184,7 +180,6 @@ EXPERIMENTS: dict[str, Callable[[AccuracySetup], list[CacheVariant]]] = {
 
 
 def custom(setup: AccuracySetup, flips: Sequence[str]) -> list[CacheVariant]:
-    """Return a variant for each text in `flips` (see `parse_flips`)."""
     return [setup.losing(text, parse_flips(text, setup.curve)) for text in flips]
 
 
@@ -228,7 +223,6 @@ def run(
     variants: dict[str, list[CacheVariant]],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Accuracies:
-    """Return the results of all `variants` and of the baseline."""
     flat = [setup.baseline(), *(variant for group in variants.values() for variant in group)]
     found = evaluate(decoder, asked, flat, progress)
     base = found[BASELINE]
@@ -244,7 +238,7 @@ def run(
 def record_run(
     decoder: Decoder, asked: Questions, settings: AerpSettings, cells: CellSettings, *, step_ns: float | None = None
 ) -> EdramRun:
-    """Return the rows in eDRAM while the questions are answered, all sequences at the same time.
+    """Record the rows in eDRAM while the questions of all sequences are answered at the same time.
 
     `step_ns`: duration of a step on the *modelled* accelerator; None: the reader of the run chooses it.
     """
@@ -278,7 +272,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class AccuracyOptions:
-    """The options of `llmcache edram accuracy`; None if not given."""
+    """The options of `llmcache edram accuracy`."""
 
     model: str | None = None  # the recall model
     experiment: str | None = None
@@ -297,7 +291,7 @@ class AccuracyOptions:
 
 
 def answer(options: AccuracyOptions, progress: Callable[[str], None]) -> Accuracies:
-    """Return the results for `options`, and write the recorded run if requested; UsageError names an invalid option."""
+    """Return the results, and write the recorded run if requested; UsageError names an invalid option."""
     if options.record is not None:
         check_target("--record", options.record, options.force)
     if options.context <= 2 * options.pairs:
@@ -335,7 +329,6 @@ def _record(options: AccuracyOptions, target: str, decoder: Decoder, questions: 
 
 
 def show(found: Accuracies, as_json: bool) -> None:
-    """Print `found`."""
     output.show(as_json, lambda: {**found.to_json(), "llmcache_version": __version__}, _parts(found))
 
 

@@ -130,13 +130,13 @@ class Slots:
         self.scores[taken, slots[taken]] = gains[taken, -1]
         return Placed(slots, evicted)
 
-    def _victims(self, own: Doubles) -> tuple[Int64s, Int64s]:
-        scores = np.column_stack([self.scores, own])
-        positions = np.column_stack([self.positions, np.full(len(own), self.newest)])
+    def _victims(self, newest_scores: Doubles) -> tuple[Int64s, Int64s]:
+        scores = np.column_stack([self.scores, newest_scores])
+        positions = np.column_stack([self.positions, np.full(len(newest_scores), self.newest)])
         scores[self.protected_at(self.newest, positions)] = np.inf
         lowest = scores.min(axis=1, keepdims=True)
         oldest = np.where(scores == lowest, positions, np.iinfo(np.int64).max).argmin(axis=1)
-        evicted = positions[np.arange(len(own)), oldest]
+        evicted = positions[np.arange(len(newest_scores)), oldest]
         slots: Int64s = np.where(oldest == self.settings.budget, NONE, oldest)
         return slots, evicted
 
@@ -177,14 +177,14 @@ def attend_prompt(queries: Floats, keys: Floats, values: Floats) -> tuple[Floats
     out = np.empty((tokens, heads, values.shape[2]), np.float32)
     weights = np.zeros((kv_heads, tokens))
     for head, begin in itertools.product(range(heads), range(0, tokens, _QUERIES)):
-        end, own = min(begin + _QUERIES, tokens), head * kv_heads // heads
-        rows = queries[begin:end, head] @ keys[:end, own].T * np.float32(1 / math.sqrt(dim))
+        end, kv_head = min(begin + _QUERIES, tokens), head * kv_heads // heads
+        rows = queries[begin:end, head] @ keys[:end, kv_head].T * np.float32(1 / math.sqrt(dim))
         later = np.arange(end) > np.arange(begin, end)[:, None]
         rows[later] = -np.inf
         rows = np.exp(rows - rows.max(axis=1, keepdims=True))
         rows /= rows.sum(axis=1, keepdims=True)
-        weights[own, :end] += rows.sum(axis=0, dtype=np.float64)
-        out[begin:end, head] = rows @ values[:end, own]
+        weights[kv_head, :end] += rows.sum(axis=0, dtype=np.float64)
+        out[begin:end, head] = rows @ values[:end, kv_head]
     return out, weights
 
 
@@ -194,12 +194,12 @@ def _attend(queries, keys, values, scale, out, weights):  # type: ignore[no-unty
     count = weights.shape[1]
     total = np.empty(values.shape[2])
     for head in range(queries.shape[0]):
-        own = head // group
+        kv_head = head // group
         largest = -np.inf
         for slot in range(count):
             product = 0.0
             for i in range(queries.shape[1]):
-                product += np.float64(queries[head, i]) * np.float64(keys[own, slot, i])
+                product += np.float64(queries[head, i]) * np.float64(keys[kv_head, slot, i])
             weights[head, slot] = product * scale
             largest = max(largest, weights[head, slot])
         below = 0.0
@@ -210,7 +210,7 @@ def _attend(queries, keys, values, scale, out, weights):  # type: ignore[no-unty
         for slot in range(count):
             weights[head, slot] /= below
             for i in range(values.shape[2]):
-                total[i] += weights[head, slot] * values[own, slot, i]
+                total[i] += weights[head, slot] * values[kv_head, slot, i]
         for i in range(values.shape[2]):  # assigning the array takes seconds to compile
             out[head, i] = total[i]
 
@@ -236,7 +236,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Projections:
-    """W_K and W_V [channels, kv_heads * head_dim], their biases, and the rotation."""
+    """W_K and W_V [channels, kv_heads * head_dim], biases, and rotation."""
 
     key_weight: Floats
     value_weight: Floats
@@ -317,9 +317,9 @@ _KEY, _VALUE, _INPUT = range(3)
 
 
 class AerpLayer:
-    """Keys and values of a layer of one sequence, some of them stored as x.
+    """Keys and values of a layer of one sequence, some stored as x.
 
-    `layer` makes the losses of layers with one seed differ. ValueError names an argument that does not fit.
+    `layer` makes the losses of layers with one seed differ.
     """
 
     def __init__(
@@ -362,8 +362,8 @@ class AerpLayer:
         inputs = _given(x) if self.settings.recompute == "decode" else None
         count, group = self.slots.count, self.shape.heads // self.shape.kv_heads
         self._settle()
-        for cells, own in ((self.keys, key), (self.values, value)):
-            cells.readings[:, count] = own
+        for cells, current in ((self.keys, key), (self.values, value)):
+            cells.readings[:, count] = current
         out, weights = attend(queries, self.keys.readings, self.values.readings, count + 1)
         placed = self.slots.add(weights.reshape(self.shape.kv_heads, group, count + 1).sum(axis=1))
         self._place(placed, key, value)
@@ -452,8 +452,8 @@ class AerpLayer:
 
     @property
     def in_kv(self) -> Flags:
-        own: Flags = self.slots.used & (self.x_index[:, :-1] == NONE)
-        return own
+        as_kv: Flags = self.slots.used & (self.x_index[:, :-1] == NONE)
+        return as_kv
 
     @property
     def stored_bytes(self) -> int:

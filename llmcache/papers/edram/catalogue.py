@@ -65,7 +65,7 @@ def named(kind: str, known: Mapping[str, Part], name: str) -> Part:
 
 
 def listed(kind: str, known: Mapping[str, Part], text: str) -> list[Part]:
-    """Return the distinct entries of a list separated by commas, or "all"; errors as for `named`."""
+    """Return the distinct entries of a list separated by commas, or "all"; UsageError as for `named`."""
     names = list(known) if text.strip().lower() == "all" else text.split(",")
     return list(dict.fromkeys(named(kind, known, name) for name in names))
 
@@ -133,7 +133,7 @@ def _changed(parts: list[Any], changes: dict[str, object], where: str) -> list[A
         values[key] = _value(f"{where}.{key}", value, known[key])
     try:
         made = [{key: value for key, value in values.items() if key in of_part} for of_part in kinds]
-        return [replace(part, **own) for part, own in zip(parts, made, strict=True)]
+        return [replace(part, **own_values) for part, own_values in zip(parts, made, strict=True)]
     except ValueError as error:  # the message begins with the name of the field
         raise UsageError(f"{where}.{error}") from error
 

@@ -20,7 +20,7 @@ from llmcache.papers.edram.systems import AcceleratorSystem, Configuration
 
 @dataclass(frozen=True)
 class Area:
-    """Square millimetres on the chip by part."""
+    """Areas on the chip by part."""
 
     array_mm2: float
     sram_mm2: float
@@ -34,7 +34,7 @@ class Area:
 
 
 def area_of(system: AcceleratorSystem) -> Area:
-    """Return the area; the values of table 1 are below that of bare cells at 65 nm, so use results only to compare."""
+    """Return the area. The values of table 1 are below that of bare cells at 65 nm, so use results only to compare."""
     hardware = system.hardware
     on_chip = hardware.kv_capacity_bytes + hardware.activation_bytes
     sram = hardware.weight_capacity_bytes + (0 if hardware.edram else on_chip)
@@ -56,8 +56,7 @@ CHAIN_CYCLES = 1
 class EvictorCost:
     """The modelled cost of evicting in a decode step.
 
-    `stall_ns` and `joules` belong to the evictor. `search_ns` is a scan of the complete scores by one comparator, which also
-    reads and writes back every score (`search_bytes`).
+    `search_ns`: instead, one comparator scans the complete scores and reads and writes back every score (`search_bytes`).
     """
 
     register_bytes: float
@@ -70,8 +69,7 @@ class EvictorCost:
 def evictor_cost(configuration: Configuration, step_ns: float) -> EvictorCost:
     """Return the cost of evicting in a decode step with a full cache that takes `step_ns`.
 
-    Area and power are the paper's (0.06 mm², 28 mW: section 8.1.4); its "5%" of energy and "7%" of latency depend on an
-    unstated baseline.
+    Area and power are the paper's (section 8.1.4); its "5%" of energy and "7%" of latency depend on an unstated baseline.
     """
     shape, workload = configuration.model, configuration.workload
     searches = shape.kv_heads * shape.layers * workload.batch
@@ -117,19 +115,18 @@ def access_ns(configuration: Configuration) -> tuple[float, float]:
 
 
 def lifetimes_of(configuration: Configuration) -> Lifetimes:
-    """Return the lifetimes in the last decode step, in the order of work of the system."""
+    """Return the lifetimes in the last decode step."""
     order = at_the_same_time if configuration.hardware.overlap else one_after_the_other
     return Lifetimes(*order(*access_ns(configuration)))
 
 
 def one_after_the_other(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Return the lifetimes of X, Q, K and V in the baseline. Source: equation 7."""
+    """Return the lifetimes of X, Q, K and V in the baseline (equation 7)."""
     return 3 * sram, 2 * sram + edram, sram + edram, 2 * edram
 
 
 def at_the_same_time(sram: Time, edram: Time) -> tuple[Time, Time, Time, Time]:
-    """Return the same with weights and cached keys read at the same time. Source: equation 8.
-
-    Keys and values are used as they are computed.
+    """Return the same if weights and cached keys are read at the same time, and new keys and values are used at once
+    (equation 8).
     """
     return 3 * sram, sram + edram, 0 * edram, 0 * edram

@@ -1,8 +1,4 @@
-"""The numbers of the Kelle paper with the sections that they come from, and three profiles of energies.
-
-Base units: bytes, nanoseconds, bytes/s, joules, watts, mm². Kelle: T. Xia and S. Q. Zhang, MICRO 2025,
-doi:10.1145/3725843.3756071.
-"""
+"""The numbers of the Kelle paper (MICRO 2025, doi:10.1145/3725843.3756071) with their sections, and profiles of energies."""
 
 from __future__ import annotations
 

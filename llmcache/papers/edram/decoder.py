@@ -25,7 +25,7 @@ _LONGEST_HEADER = 1 << 26
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a decoder, under the names of its config.json."""
+    """Sizes of a decoder, from its config.json."""
 
     layers: int
     heads: int
@@ -131,7 +131,7 @@ class Decoder:
 
     @classmethod
     def load(cls, directory: str | Path) -> Decoder:
-        """Raise a UsageError if `directory` cannot be read, DataError for invalid content."""
+        """Read a model; UsageError if `directory` cannot be read, DataError for invalid content."""
         root = Path(directory)
         try:
             config = json.loads((root / "config.json").read_bytes())
@@ -179,7 +179,7 @@ class Decoder:
         return logits
 
     def prompt(self, ids: Int64s) -> tuple[Prompt, Floats]:
-        """Return the prompt as input for caches, and the logits [n, vocabulary] of dense attention."""
+        """Return the input of caches, and the logits [n, vocabulary] of dense attention."""
         positions, layers = np.arange(len(ids)), []
         hidden = self._tensor("model.embed_tokens.weight")[ids]
         for layer, project in enumerate(self.projections):

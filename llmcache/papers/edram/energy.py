@@ -1,4 +1,4 @@
-"""The modelled energy of a configuration by component (J): per byte, per cycle and per second."""
+"""The modelled energy of a configuration by component (J)."""
 
 from __future__ import annotations
 

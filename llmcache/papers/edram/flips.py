@@ -1,12 +1,12 @@
-"""Bit flips of 2DRP: reads of eDRAM whose four groups are refreshed at their own intervals, determined by a seed.
+"""Bit flips of 2DRP: reads of eDRAM whose four groups are refreshed at their own intervals.
 
 16-bit cells hold integers with one scale per vector, or fp16 numbers; the paper only says "16 bits". A lost exponent bit of
 an fp16 number ruins the model at rates that hardly affect integers.
 
 A bit is lost in a group if a hash of its location is below the group's rate, so two runs with one seed differ only by their
-rates. A loss is determined at the write and remains until the next write. By default a bit that is lost while its token has
-a low score remains lost when the token is promoted (`sticky`). Differs from the paper: section 4.2 does not say when bits
-are drawn.
+rates. A loss is determined at the write and remains until the next write. If `sticky`, a bit that is lost while its token
+has a low score remains lost when the token is promoted. Differs from the paper: section 4.2 does not say when bits are
+drawn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def decode(bits: Bits, scales: Floats, how: Format) -> Floats:
 
 @dataclass(frozen=True)
 class FlipRates:
-    """The probability that a bit is lost: high- and low-score tokens, bits 15-8 and 7-0."""
+    """The probability that a bit is lost, by group."""
 
     hst_msb: float = 0.0
     hst_lsb: float = 0.0
@@ -89,8 +89,7 @@ NO_FLIPS = FlipRates()
 def iso_power(intervals: RefreshIntervals, curve: RetentionCurve) -> FlipRates:
     """Return the rates of the uniform interval with the same number of refreshes: the harmonic mean.
 
-    Source: kelle.txt, table 4. Differs from the paper: section 7.2 claims "the same average failure rate", but 2DRP loses
-    several times more bits.
+    Source: kelle.txt, table 4. Section 7.2 claims "the same average failure rate", but 2DRP loses several times more bits.
     """
     return FlipRates.of_intervals(RefreshIntervals.uniform(intervals.mean_ns), curve)
 
@@ -119,11 +118,7 @@ def one_sided(side: str, rate: float) -> FlipRates:
 
 
 def parse_flips(text: str, curve: RetentionCurve) -> FlipRates:
-    """Return the rates that `text` specifies; UsageError names an invalid part.
-
-    "none"; "uniform=1e-3", likewise msb, lsb, hst, lst; "2drp" (section 7.1), "2drp=540us" (table 4); "interval=1050us" or
-    four intervals in the order of `GROUPS`.
-    """
+    """Return the rates that `text` (see `_HINT`) specifies; UsageError names an invalid part."""
     kind, _, value = text.strip().partition("=")
     if kind == "none" and not value:
         return NO_FLIPS
@@ -183,7 +178,6 @@ def draw(names: Names, dim: int, rates: FlipRates) -> tuple[Bits, Bits]:
 
 @njit(cache=True, nogil=True)
 def _draw(names, limits, hst, lst):  # type: ignore[no-untyped-def]
-    """Draw the losses: each of eight hashes per number gives two 32-bit random numbers."""
     for row in range(names.size):
         z = names[row]
         for column in range(hst.shape[1]):

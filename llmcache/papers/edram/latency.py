@@ -1,8 +1,8 @@
 """Modelled prefill and decode steps: bytes moved, and the time that each resource is busy.
 
 The array is weight-stationary with hidden loading: a tile of weights stays for the cycles of the rows that pass through it,
-or of loading the next tile, whichever is longer. Memories have their printed bandwidth. Groups of decode steps have exact
-means, unless the slowest resource or the number of refresh intervals changes within a group (energies are within 1e-4).
+or of loading the next tile, whichever is longer. Groups of decode steps have exact means, unless the slowest resource or the
+number of refresh intervals changes within a group (energies are within 1e-4).
 
 As many cached tokens are recomputed as the array can hide behind DRAM traffic (`first-principles`). Differs from the paper
 (`declared`), in which recomputing a KV vector takes 3.2 us and loading one 1.1 us (section 8.3.2). Its array takes 32.8 us
@@ -109,7 +109,6 @@ class Tiles:
 
 
 def tiles_of(c: ConfigurationColumns) -> Tiles:
-    """Return the tiles of the weight matrices."""
     channels, hidden, query, key = (
         np.ceil(width / c.array_rows) for width in (c.channels, c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim)
     )
@@ -244,7 +243,7 @@ class Prefill:
 
 
 def prefill_of(c: ConfigurationColumns) -> Prefill:
-    """Return the prefill of `c`; only the last token needs the head."""
+    """Return the prefill; only the last token needs the head."""
     rows = c.batch * c.context
     weight_bytes = c.read_weights * CHIP.weight_bytes
     activation_bytes = c.layers * rows * CHIP.value_bytes * _values_per_row(c)
@@ -289,17 +288,14 @@ DECLARED_SHARE = CHIP.load_vector_ns / (CHIP.load_vector_ns + CHIP.recompute_vec
 
 
 def recompute_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the share of the cached tokens that is recomputed, 0..1, [n, groups]."""
+    """Return the share of the cached tokens that is recomputed, [n, groups]."""
     modelled = np.where(c.declared, DECLARED_SHARE, _hidden_share(c, steps))
     share = np.where(c.recompute_share >= 0, c.recompute_share, modelled)
     return np.where(c.recomputes, share, 0) + np.zeros_like(steps.cached)
 
 
 def _hidden_share(c: ConfigurationColumns, steps: Steps) -> Doubles:
-    """Return the share with which a step is shortest.
-
-    Sinks and window are stored as KV, because their scores are not known yet.
-    """
+    """Return the share with which a step is shortest. Sinks and window stay KV, because their scores are not known yet."""
     tokens = c.batch * steps.cached
     saved_bytes = c.layers * (c.kv_layer_bytes - c.x_layer_bytes)  # per token, all layers; at most 0 under GQA
     plain = step_of(c, steps, np.zeros_like(steps.cached))

@@ -1,6 +1,6 @@
 """`llmcache edram plot`: figures of a saved model or sweep, as a page, or one of them as PNG or SVG.
 
-The input comes from `llmcache edram model` and `sweep`; DataError names an invalid field.
+Functions that return a Figure must be called in `theme.style()`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from matplotlib.ticker import PercentFormatter
 
 from llmcache.documents import check_schema, from_json, invalid, read_json
 from llmcache.errors import UsageError
+from llmcache.papers.edram.accelerator import Roofline
 from llmcache.papers.edram.energy import KINDS
 from llmcache.papers.edram.tables import SCHEMA as MODEL_SCHEMA
 from llmcache.papers.edram.tables import SWEEP_SCHEMA, percent
@@ -30,10 +31,7 @@ NAMES = ("model", "workload", "system", "profile")
 
 @dataclass(frozen=True)
 class SavedResult:
-    """One result; `mean_interval_ns`: None without eDRAM.
-
-    `energies_j`: by component, empty in a sweep.
-    """
+    """One result; `mean_interval_ns`: None without eDRAM. `energies_j` by component, empty in a sweep."""
 
     model: str
     workload: str
@@ -54,31 +52,13 @@ class SavedResult:
 
 
 @dataclass(frozen=True)
-class RoofPoint:
-    """Operations per byte, and per second."""
-
-    name: str
-    intensity: float
-    ops_per_s: float
-
-
-@dataclass(frozen=True)
-class Roof:
-    """The limits and points of a roofline."""
-
-    peak_ops_per_s: float
-    dram_bytes_per_s: float
-    points: tuple[RoofPoint, ...]
-
-
-@dataclass(frozen=True)
 class Saved:
     """Results, and rooflines by system."""
 
     schema: str
     results: tuple[SavedResult, ...]
     baseline: str
-    rooflines: Mapping[str, Roof] = field(default_factory=dict)
+    rooflines: Mapping[str, Roofline] = field(default_factory=dict)
 
     @property
     def is_sweep(self) -> bool:
@@ -142,53 +122,50 @@ def look_of_system(system: str, place: int) -> Look:
 
 
 def energy_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return energy (kJ) by component. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(len(profiles))
     for panel, profile in zip(axes, profiles, strict=True):
-        of = [row for row in rows if row.profile == profile]
-        bottom = np.zeros(len(of))
+        shown = [row for row in rows if row.profile == profile]
+        bottom = np.zeros(len(shown))
         for kind, (colour, hatch) in KIND_LOOKS.items():
-            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in of]) / 1e3
+            heights = np.array([sum(row.energies_j.get(name, 0.0) for name in KINDS[kind]) for row in shown]) / 1e3
             panel.bar(
-                range(len(of)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
+                range(len(shown)), heights, bottom=bottom, width=0.7, label=kind, color=colour, hatch=hatch, edgecolor=PAPER
             )
             bottom += heights
-        _systems(panel, of)
+        _systems(panel, shown)
         panel.set(title=f"Profile {profile}", ylabel="energy (kJ, modelled)", ylim=(0, 1.05 * bottom.max() or None))
     legend_below(figure, axes)
     return figure
 
 
 def ratio_bars(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return speed-up and efficiency. Call it in `theme.style()`."""
     profiles = list(dict.fromkeys(row.profile for row in rows))
     figure, axes = grid_of(1 + len(profiles))
     shown = [("Speed-up", "speedup", profiles[0])] + [
         (f"Energy efficiency, profile {profile}", "efficiency", profile) for profile in profiles
     ]
     for panel, (title, name, profile) in zip(axes, shown, strict=True):
-        of = [row for row in rows if row.profile == profile]
-        values = [getattr(row, name) for row in of]
-        colours = [look_of_system(row.system, place).colour for place, row in enumerate(of)]
-        bars = panel.bar(range(len(of)), values, width=0.7, color=colours)
+        drawn = [row for row in rows if row.profile == profile]
+        values = [getattr(row, name) for row in drawn]
+        colours = [look_of_system(row.system, place).colour for place, row in enumerate(drawn)]
+        bars = panel.bar(range(len(drawn)), values, width=0.7, color=colours)
         panel.bar_label(bars, [f"{value:.2f}×" for value in values], fontsize=8)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)))
-        _systems(panel, of)
+        _systems(panel, drawn)
         panel.set(title=title, ylabel=f"relative to {baseline} (modelled)")
         panel.margins(y=0.12)
     return figure
 
 
 def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
-    """Return the share of refresh. Call it in `theme.style()`."""
-    of = [row for row in rows if row.mean_interval_ns is not None]
-    profiles = list(dict.fromkeys(row.profile for row in of))
-    systems = list(dict.fromkeys(row.system for row in of))
+    refreshed = [row for row in rows if row.mean_interval_ns is not None]
+    profiles = list(dict.fromkeys(row.profile for row in refreshed))
+    systems = list(dict.fromkeys(row.system for row in refreshed))
     figure, (panel,) = grid_of(1)
     width = 0.8 / max(1, len(systems))
     for place, system in enumerate(systems):
-        own, shift = [row for row in of if row.system == system], (place - (len(systems) - 1) / 2) * width
+        own, shift = [row for row in refreshed if row.system == system], (place - (len(systems) - 1) / 2) * width
         centres, shares = [profiles.index(row.profile) + shift for row in own], [row.refresh_share for row in own]
         bars = panel.bar(centres, shares, width=0.9 * width, label=system, color=look_of_system(system, place).colour)
         panel.bar_label(bars, [percent(share) for share in shares], fontsize=8)
@@ -200,12 +177,10 @@ def refresh_figure(rows: Sequence[SavedResult]) -> Figure:
     return figure
 
 
-def roofline_figure(roofs: Mapping[str, Roof]) -> Figure:
-    """Return rooflines (figure 16a). Call it in `theme.style()`."""
+def roofline_figure(roofs: Mapping[str, Roofline]) -> Figure:
     figure, axes = grid_of(len(roofs))
     for panel, (system, roof) in zip(axes, roofs.items(), strict=True):
-        ridge = roof.peak_ops_per_s / roof.dram_bytes_per_s
-        places = [point.intensity for point in roof.points] + [ridge]
+        places = [roof.ridge, *(point.intensity for point in roof.points)]
         spread = np.geomspace(min(places) / 2, max(places) * 2, 64)
         roofed = np.minimum(roof.peak_ops_per_s, spread * roof.dram_bytes_per_s)
         panel.plot(spread, roofed / 1e9, color=MUTED, linewidth=1.6, label="limit of DRAM, then of the array")
@@ -223,16 +198,16 @@ _POINT_LOOKS = (Look("#e69f00", "-", "s"), Look("#0072b2", "-", "o"), Look("#d55
 
 
 def sweep_figure(rows: Sequence[SavedResult], baseline: str) -> Figure:
-    """Return speed-up and efficiency over the axis that varies most. Call it in `theme.style()`."""
+    """Draw speed-up and efficiency over the axis that varies most."""
     along = varied_most(rows)
     lines = dict(list(_lines(rows, along).items())[:MOST_LINES])
     by_system = len({row.system for row in rows}) == len(lines)
     figure, axes = grid_of(2)
     for panel, name, title in zip(axes, ("speedup", "efficiency"), ("Speed-up", "Energy efficiency"), strict=True):
-        for place, (label, of) in enumerate(lines.items()):
-            look = look_of_system(of[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
+        for place, (label, results) in enumerate(lines.items()):
+            look = look_of_system(results[0].system, place) if by_system else _CYCLE[place % len(_CYCLE)]
             line = look.line() | ({"linestyle": "none"} if along == SYSTEM else {})
-            panel.plot([_place(row, along) for row in of], [getattr(row, name) for row in of], label=label, **line)
+            panel.plot([_place(row, along) for row in results], [getattr(row, name) for row in results], label=label, **line)
         places = [_place(row, along) for row in rows if along != SYSTEM]
         if places and max(places) > 20 * max(min(places), 1e-9):
             logarithmic(panel, "x")
@@ -260,7 +235,6 @@ def _values(rows: Sequence[SavedResult], name: str) -> int:
 
 
 def lines_left_out(rows: Sequence[SavedResult]) -> int:
-    """Return the number of lines beyond `MOST_LINES`."""
     return max(0, len(_lines(rows, varied_most(rows))) - MOST_LINES)
 
 
@@ -280,7 +254,7 @@ def _lines(rows: Sequence[SavedResult], along: str) -> dict[str, list[SavedResul
         found.setdefault(", ".join(parts) or row.system, []).append(row)
     if along == SYSTEM:
         return found
-    return {label: sorted(of, key=lambda row: float(getattr(row, along) or 0.0)) for label, of in found.items()}
+    return {label: sorted(results, key=lambda row: float(getattr(row, along) or 0.0)) for label, results in found.items()}
 
 
 def _systems(panel: Axes, rows: Sequence[SavedResult]) -> None:
@@ -304,10 +278,9 @@ class Drawing:
 
 
 def plot(source: str, output: str, what: str | None = None, force: bool = False) -> Written:
-    """Draw the document in the file `source`.
+    """Draw the document in the file `source`. `what`: the figure, unless the form is a page.
 
-    `what`: the figure, unless the form is a page. UsageError for an unsupported extension, an unknown figure, or an existing
-    file.
+    UsageError for an unsupported extension, an unknown figure, or an existing file.
     """
     form = form_of("-o", output, force)
     found = saved(read_json(source, HINT), source)
@@ -324,7 +297,6 @@ def plot(source: str, output: str, what: str | None = None, force: bool = False)
 
 
 def drawings(found: Saved) -> dict[str, Drawing]:
-    """Return the figures that have data."""
     rows, baseline = found.results, found.baseline
     if found.is_sweep:
         along = varied_most(rows)
@@ -350,7 +322,6 @@ def drawings(found: Saved) -> dict[str, Drawing]:
 
 
 def page(found: Saved, offered: dict[str, Drawing]) -> str:
-    """Return all figures as an HTML page. Call it in `theme.style()`."""
     first, many = found.results[0], f"{len(found.results):,} configurations"
     work = f"context {first.context:,.0f}, decode {first.decode:,.0f}, batch {first.batch:g}"
     which = many if found.is_sweep else f"{first.model}, {first.workload}: {work}"

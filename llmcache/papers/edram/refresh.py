@@ -1,4 +1,4 @@
-"""Refresh accounting: the rows that a run keeps in eDRAM, and the cost of refreshing them by group. All costs are modelled.
+"""Refresh accounting: the rows that a run keeps in eDRAM, and the modelled cost of refreshing them by group.
 
 A recorded run, `llmcache.edram-run/1`, lists the rows in eDRAM during each step of a decode, on a modelled clock:
 
@@ -125,7 +125,7 @@ _LARGEST = 1 << 53
 
 @dataclass(frozen=True)
 class EdramRun:
-    """The rows of a run in eDRAM. `flows` [steps] by kind; `durations_ns` [steps] are modelled, None if unknown.
+    """The rows of a run in eDRAM. `durations_ns` [steps]: None if unknown.
 
     `pair_bytes`, `x_bytes`: of one half of the bits.
     """
@@ -163,7 +163,7 @@ class EdramRun:
         return {"schema": SCHEMA, **named, "steps": steps, "lives": lives}
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Raise UsageError if `path` exists without `force`, MissingRequirement if it cannot be written."""
+        """Write the run; UsageError if `path` exists without `force`, MissingRequirement if it cannot be written."""
         target = Path(path)
         if target.exists() and not force:
             raise UsageError(f"run: '{target}' exists", "name another file, or replace it with --force")
@@ -189,8 +189,6 @@ class _SavedLife:
 
 @dataclass(frozen=True)
 class _SavedRun:
-    """The document of a run; its steps are columns."""
-
     title: str
     clock: str
     pair_bytes: int
@@ -289,10 +287,7 @@ class RunRecorder:
         self._durations: list[float] = []
 
     def observe(self, layer: Hashable, kind: str, ids: Int64s, high: Flags) -> None:
-        """Record the rows in one array of places; call it once per step.
-
-        `ids` identify the rows (-1: free).
-        """
+        """Record the `ids` of the rows (-1: free) in one array of places; call it once per step."""
         if kind not in KINDS:
             raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not '{kind}'")
         tracker = self._trackers.setdefault((layer, kind), Tracker(kind, self._lives))
@@ -325,10 +320,7 @@ _VECTORS = {"kv": 2, "x": 1}
 
 @dataclass(frozen=True)
 class GroupAccount:
-    """One group: mean number of rows, refreshes of rows (`promotions` of them immediate), bytes and joules.
-
-    `row_seconds`: the sum of the lifetimes of its rows.
-    """
+    """One group. `refreshes` of rows include `promotions`; `row_seconds`: the sum of the lifetimes of its rows."""
 
     group: str
     interval_ns: float
@@ -342,7 +334,7 @@ class GroupAccount:
 
 @dataclass(frozen=True)
 class RefreshAccount:
-    """Refreshes by group (in the order of `GROUPS`). `joules` is summed over steps, not over groups."""
+    """Refreshes by group, in the order of `GROUPS`. `joules` is summed over steps, not over groups."""
 
     rule: str
     clock: str
@@ -369,11 +361,11 @@ def account(
     rule: str = "ticks",
     capacity_bytes: float | None = None,
 ) -> RefreshAccount:
-    """Return the cost of refreshing `run` at `intervals`, by one of `RULES`.
+    """Return the modelled cost of refreshing `run`, by one of `RULES`.
 
-    `joules_per_byte`: of refreshing a byte once. `capacity_bytes`: size of the eDRAM (None: unlimited). If the rows are
-    larger, the rest streams through, too briefly to be refreshed. DataError if the run has no durations, or no lives where
-    the rule needs them; UsageError if the rule does not support a capacity.
+    `joules_per_byte`: of refreshing a byte once. `capacity_bytes`: size of the eDRAM (None: unlimited); rows beyond it
+    stream through, too briefly to be refreshed. DataError if the run has no durations, or no lives where the rule needs
+    them; UsageError if the rule does not support a capacity.
     """
     if rule not in RULES:
         raise UsageError(f"rule: there is no rule '{rule}'", f"one of: {', '.join(RULES)}")

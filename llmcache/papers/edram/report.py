@@ -80,7 +80,6 @@ def parse_intervals(text: str) -> RefreshIntervals:
 
 
 def show(found: RefreshReport, as_json: bool) -> None:
-    """Print `found` on stdout."""
     output.show(as_json, lambda: document(found), _parts(found))
 
 
@@ -137,7 +136,6 @@ def _totals(title: str, first: str, rows: Mapping[str, Mapping[str, RefreshAccou
 
 
 def document(found: RefreshReport) -> dict[str, Any]:
-    """Return `found` as JSON-ready values."""
     run = found.run
     return {
         "schema": SCHEMA,

@@ -22,12 +22,9 @@ from llmcache.papers.edram.constants import (
 
 @dataclass(frozen=True)
 class LlmShape:
-    """The sizes of a decoder-only transformer. Weights have one byte each.
+    """The sizes of a decoder-only transformer, with the field names of `--constants` files. Weights have one byte each.
 
-    Unlike `model.shapes.ModelShape`, it has the field names of `--constants` files and the single matrices of a layer.
-
-    `gated`: the feed-forward network has a gate. `tied`: the head is the embedding table. ValueError names the field of an
-    impossible value.
+    `gated`: the feed-forward network has a gate. `tied`: the head is the embedding table.
     """
 
     name: str
@@ -61,7 +58,6 @@ class LlmShape:
 
     @property
     def read_weights(self) -> int:
-        """Return the weights that every token reads."""
         return self.layers * self.layer_weights + self.channels * self.vocabulary
 
     @property
@@ -98,10 +94,7 @@ MODELS: dict[str, LlmShape] = {
 
 @dataclass(frozen=True)
 class GenerationWorkload:
-    """`batch` sequences of `context` tokens that each decode `decode` more; `budget`: N' of the policies that evict.
-
-    ValueError names the field of an impossible value.
-    """
+    """`batch` sequences of `context` tokens that each decode `decode` more; `budget`: N' of the policies that evict."""
 
     name: str
     context: int
@@ -147,11 +140,9 @@ RECOMPUTE_MODES = ("none", "first-principles", "declared")
 
 @dataclass(frozen=True)
 class AcceleratorHardware:
-    """An accelerator. ValueError names the field of an impossible value.
-
-    `edram`: KV cache and activations are in eDRAM, otherwise in SRAM. `overlap`: weights and KV are loaded at the same time
-    (section 6). Without `systolic_evictor` (section 5.3), the search for the token to evict begins after the scores are
-    complete.
+    """An accelerator. `edram`: KV cache and activations are in eDRAM, otherwise in SRAM. `overlap`: weights and KV are
+    loaded at the same time (section 6). Without `systolic_evictor` (5.3), the search for the token to evict begins after the
+    scores are complete.
     """
 
     name: str
@@ -188,9 +179,8 @@ class AcceleratorHardware:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """The treatment of the KV cache: eviction, recomputation and refresh.
-
-    `recompute_share` replaces the value of the mode. `hst_share`: share of the cached tokens with a high score (0..1).
+    """The treatment of the KV cache. `recompute_share` replaces the value of the mode. `hst_share`: share of high-score
+    tokens.
     """
 
     name: str

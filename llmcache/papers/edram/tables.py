@@ -30,12 +30,11 @@ _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, 
 
 
 def joules(value: float) -> str:
-    """Return `value` with three digits: "1.14 mJ"."""
+    """Return text such as "1.14 mJ"."""
     return _with_prefix(value, "J")
 
 
 def watts(value: float) -> str:
-    """Return `value` with three digits: "25.3 W"."""
     return _with_prefix(value, "W")
 
 
@@ -50,12 +49,10 @@ def _with_prefix(value: float, unit: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share (0..1) with three digits: "49.2%"."""
     return f"{100 * share:.3g}%"
 
 
 def times(value: float) -> str:
-    """Return a factor: "2.08×"."""
     return f"{value:.2f}×"
 
 
@@ -68,10 +65,7 @@ def compare(
     constants: str | None = None,
     **changes: int | None,
 ) -> list[Compared]:
-    """Return all systems for each profile in turn.
-
-    UsageError names an invalid option.
-    """
+    """Return all systems for each profile in turn; UsageError names an invalid option."""
     known = read_constants(constants)
     work = _changed(named("workload", known.workloads, workload), {k: v for k, v in changes.items() if v is not None})
     shape, systems = named("model", known.models, model), _systems(known, system, recompute)
@@ -101,7 +95,6 @@ def _systems(known: Catalogue, text: str, recompute: str | None) -> list[Acceler
 
 
 def show(rows: Sequence[Compared], as_json: bool) -> None:
-    """Print the result of `compare`."""
     output.show(as_json, lambda: document(rows), _parts(rows))
 
 
@@ -127,25 +120,27 @@ def _tables(every: Sequence[Compared]) -> Iterator[Table]:
         yield plain_table(*headings, rows=([CELLS[heading](row) for heading in headings] for row in rows), title=title)
         kinds = {row.configuration.system.name: row.outcome.by_kind() for row in rows}
         title = f"Energy by component, profile {name} ({MODELLED})"
-        shares = {kind: lambda of, k=kind: f"{joules(of[k])} {of[k] / sum(of.values()):6.1%}" for kind in KINDS}
+        shares = {
+            kind: lambda values, k=kind: f"{joules(values[k])} {values[k] / sum(values.values()):6.1%}" for kind in KINDS
+        }
         yield _by_system(title, "component", kinds, shares)
-    own = {row.configuration.system.name: row.configuration for row in rows}
+    configurations = {row.configuration.system.name: row.configuration for row in rows}
     waited = {row.configuration.system.name: row.outcome.latencies_s for row in rows}
     waits = {
-        RESOURCE_NAMES.get(name, name): lambda of, n=name: format_duration(1e9 * of[n]) if of[n] else "-"
+        RESOURCE_NAMES.get(name, name): lambda values, n=name: format_duration(1e9 * values[n]) if values[n] else "-"
         for name in LATENCIES
-        if any(of[name] for of in waited.values())
+        if any(values[name] for values in waited.values())
     }
     yield _by_system(f"Time by the resource that is waited for ({MODELLED})", "resource", waited, waits)
     parts = [*(field.name for field in fields(Area)), "chip_mm2"]
     areas = {
         AREA_NAMES.get(name, name.removesuffix("_mm2")): lambda area, n=name: f"{getattr(area, n):.2f}" for name in parts
     }
-    on_chip = {name: area_of(one.system) for name, one in own.items()}
+    on_chip = {name: area_of(one.system) for name, one in configurations.items()}
     yield _by_system(f"Area in mm² ({MODELLED} from table 1, for comparison only)", "part", on_chip, areas)
-    if lifetimes := {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}:
+    if lifetimes := {name: lifetimes_of(one) for name, one in configurations.items() if one.hardware.edram}:
         names = {name.upper(): f"{name}_ns" for name in "xqkv"} | {"sum": "total_ns"}
-        lasts = {title: lambda of, n=name: format_duration(getattr(of, n)) for title, name in names.items()}
+        lasts = {title: lambda values, n=name: format_duration(getattr(values, n)) for title, name in names.items()}
         yield _by_system(f"Lifetimes in eDRAM, last step ({MODELLED}, equations 4-8)", "data", lifetimes, lasts)
     if evictors := _evictors(rows):
         cells: Mapping[str, Callable[[EvictorCost], str]] = {
@@ -213,13 +208,12 @@ SWEPT_COSTS = ("latency", "speed-up", "energy", "efficiency", "refresh", "fits")
 
 
 def document(rows: Sequence[Compared]) -> dict[str, Any]:
-    """Return the result of `compare` as JSON-ready values."""
     by_profile = _by_profile(rows)
-    own = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
+    configurations = {row.configuration.system.name: row.configuration for row in next(iter(by_profile.values()))}
     first = rows[0].configuration
-    areas = {name: area_of(one.system) for name, one in own.items()}
-    roofs = {name: roofline_of(one) for name, one in own.items() if one.policy.recomputes}
-    lifetimes = {name: lifetimes_of(one) for name, one in own.items() if one.hardware.edram}
+    areas = {name: area_of(one.system) for name, one in configurations.items()}
+    roofs = {name: roofline_of(one) for name, one in configurations.items() if one.policy.recomputes}
+    lifetimes = {name: lifetimes_of(one) for name, one in configurations.items() if one.hardware.edram}
     return {
         "schema": SCHEMA,
         "kind": MODELLED,
@@ -228,10 +222,10 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
         "model": asdict(first.model),
         "workload": {**asdict(first.workload), "eviction_bound": first.workload.eviction_bound},
         "baseline": BASELINE,
-        "profiles": {name: asdict(of[0].configuration.profile) for name, of in by_profile.items()},
+        "profiles": {name: asdict(results[0].configuration.profile) for name, results in by_profile.items()},
         "systems": {
             name: {**asdict(one.system), "area": {**asdict(areas[name]), "chip_mm2": areas[name].chip_mm2}}
-            for name, one in own.items()
+            for name, one in configurations.items()
         },
         "energy_kinds": {kind: list(names) for kind, names in KINDS.items()},
         "results": [
@@ -244,7 +238,6 @@ def document(rows: Sequence[Compared]) -> dict[str, Any]:
 
 
 def row_values(row: Compared) -> dict[str, Any]:
-    """Return the totals of a result as JSON-ready values."""
     one, outcome = row.configuration, row.outcome
     return {
         "model": one.model.name,
@@ -274,7 +267,7 @@ def row_values(row: Compared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SweptSystems:
-    """Configurations with their costs; `seconds` is the computing time on this machine."""
+    """Configurations with their costs; `seconds` is the computing time."""
 
     rows: tuple[Compared, ...]
     baseline: str
@@ -297,10 +290,7 @@ def axes_of(
     constants: str | None,
     **numbers: Sequence[float],
 ) -> tuple[Axes, AcceleratorSystem]:
-    """Return the axes and the baseline system.
-
-    UsageError names an invalid option.
-    """
+    """Return the axes and the baseline system; UsageError names an invalid option."""
     known = read_constants(constants)
     models, workloads = listed("model", known.models, model), listed("workload", known.workloads, workload)
     profiles, systems = listed("profile", known.profiles, profile), _systems(known, system, recompute)
@@ -308,7 +298,6 @@ def axes_of(
 
 
 def show_sweep(sweep: SweptSystems, as_json: bool) -> None:
-    """Print `sweep`."""
     output.show(as_json, lambda: sweep_document(sweep), _sweep_parts(sweep))
 
 
@@ -334,7 +323,6 @@ def _sweep_parts(sweep: SweptSystems) -> Iterator[str | Table]:
 
 
 def sweep_document(sweep: SweptSystems) -> dict[str, Any]:
-    """Return `sweep` as JSON-ready values."""
     return {
         "schema": SWEEP_SCHEMA,
         "kind": MODELLED,

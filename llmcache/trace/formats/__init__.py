@@ -22,7 +22,7 @@ FORMATS = {".strace": "strace", ".csv": "csv", ".oraclegeneral": "oracle_general
 
 
 def open_trace(path: str | os.PathLike[str]) -> TraceReader:
-    """Return a reader of a trace, which may be converted to a temporary file first.
+    """Return a reader of a trace, converted to a temporary file if necessary.
 
     UsageError for an unknown suffix; DataError for an invalid or empty trace.
     """

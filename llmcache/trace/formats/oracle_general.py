@@ -121,7 +121,7 @@ def write(reader: TraceReader, path: Path) -> None:
 
 
 def _reserved(path: Path, rows: int) -> np.memmap[tuple[int], np.dtype[np.void]]:
-    """The space is reserved, so a full disk is an OSError and not a SIGBUS."""
+    """Reserve the space, so that a full disk is an OSError and not a SIGBUS."""
     with open(path, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, rows * RECORD.itemsize)
     return np.memmap(path, RECORD, "r+", shape=(rows,))

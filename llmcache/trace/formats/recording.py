@@ -41,14 +41,15 @@ _FOREIGN = "the file is not a recording of llmcache trace, or it is damaged"
 
 
 class RecordingFull(MissingRequirement):
-    """The recording cannot grow any more (full disk, quota); all earlier batches are complete."""
+    """The recording cannot grow (full disk, quota); all earlier batches are complete."""
 
 
 class RecordingWriter:
-    """A writer of batches to `path`, which stays readable after `close` or a kill."""
+    """Writes batches to `path`, which stays readable after `close` or a kill. UsageError if `path` exists and `force` is
+    not set.
+    """
 
     def __init__(self, path: Path, provenance: Provenance, force: bool) -> None:
-        """Raise UsageError if `path` exists and `force` is not set; MissingRequirement."""
         self.path = path
         with writing(path):
             if force:

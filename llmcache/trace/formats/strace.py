@@ -42,8 +42,8 @@ def read(path: Path, writer: TraceWriter) -> None:
     with readable(path), open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), ""), 1):
             if len(line) > LONGEST_LINE:
-                said = f"rows: line {number} has more than {LONGEST_LINE} characters"
-                raise DataError(said, "not a log of strace, or damaged")
+                message = f"rows: line {number} has more than {LONGEST_LINE} characters"
+                raise DataError(message, "not a log of strace, or damaged")
             try:
                 log.take(line.rstrip("\n"), number)
             except ValueError as error:  # int() rejects numbers with thousands of digits
@@ -105,7 +105,7 @@ class SystemCall:
 
 
 class LogClock:
-    """A converter of times in any format of strace to nanoseconds that never decrease."""
+    """Converts times in any format of strace to nanoseconds that never decrease."""
 
     def __init__(self) -> None:
         self.kind = "none: calls are 1 us apart"
@@ -312,7 +312,7 @@ class Tasks:
 
 
 class StraceLog:
-    """The parser of a log, complete or growing. The caller reads and empties `rows` (tuples of COLUMNS)."""
+    """Parses a log, complete or growing. The caller reads and empties `rows` (tuples of COLUMNS)."""
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
@@ -376,7 +376,9 @@ class StraceLog:
         self.rows.append((call.t_ns, file.number, first, count, op, UNKNOWN, task.pid))
 
     def _description(self, text: str, task: Task) -> Description | None:
-        """A path printed by -y overrides the tracked state, because the log may lack the call that replaced a descriptor."""
+        """Return the description. A path printed by -y overrides the tracked state: the log may lack the call that
+        replaced it.
+        """
         found = _FD.match(text)
         if found is None:
             return None
