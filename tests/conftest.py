@@ -91,6 +91,12 @@ def _fexit_problem() -> str | None:
     return FexitSource.probe()
 
 
+def _resource_problem() -> str | None:
+    from llmcache.procfs import status_of
+
+    return None if int(status_of()["CapEff"], 16) >> CAP_SYS_RESOURCE & 1 else "no CAP_SYS_RESOURCE"
+
+
 def _missing(
     *modules: str, programs: Sequence[str] = (), libraries: Sequence[str] = (), files: Sequence[Path] = ()
 ) -> Callable[[], str | None]:
@@ -107,6 +113,7 @@ def _missing(
     return problem
 
 
+CAP_SYS_RESOURCE = 24
 LLAMA = ("llama_cpp", "gguf")
 SERVER = ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings")
 TORCH = ("torch", "transformers")
@@ -130,6 +137,7 @@ TIERS: dict[str, tuple[Callable[[], str | None], str]] = {
     "bpf": (functools.cache(_bpf_problem), "apt-get install libbpf1, and run as root on Linux 6.1 or later"),
     "filemap": (functools.cache(_filemap_problem), "the same on Linux 6.12 or later"),
     "fexit": (functools.cache(_fexit_problem), "a kernel that allows BPF programs at functions, as those of Debian do"),
+    "resource": (functools.cache(_resource_problem), "run as root with CAP_SYS_RESOURCE, which containers lack"),
     "clang": (
         _missing(programs=("clang", "llvm-strip"), files=[Path("/usr/include/bpf/bpf_helpers.h")]),
         "apt-get install clang llvm libbpf-dev",

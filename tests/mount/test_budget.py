@@ -16,7 +16,6 @@ import pytest
 from llmcache.cgroup import Cgroup
 from llmcache.mount.backends.touches import why_not
 from llmcache.mount.client import control
-from llmcache.procfs import status_of
 from tests.mount.live import (
     MIB,
     OVERHEAD_BYTES,
@@ -203,15 +202,11 @@ except OSError as error:
 """
 
 
-CAP_SYS_RESOURCE = 24
-
-
 @pytest.mark.cgroup
+@pytest.mark.resource
 @pytest.mark.parametrize("mode", ["steer", "inplace"])
 def test_the_kernel_kills_the_pin_helper_and_not_the_daemon(tmp_path: Path, mode: str) -> None:
     """The kernel frees memory in the daemon's cgroup by killing processes until none is left that it may kill."""
-    if not int(status_of()["CapEff"], 16) >> CAP_SYS_RESOURCE & 1:
-        pytest.skip("no CAP_SYS_RESOURCE")
     directory = tmp_path / "source"
     directory.mkdir()
     if mode == "inplace" and (reason := why_not(str(directory))):

@@ -21,7 +21,7 @@ from tests.mount.live import MIB, random_file
 pytestmark = [pytest.mark.mount, pytest.mark.bpf]
 
 
-@pytest.fixture(params=[BY_TRACEPOINT, BY_FUNCTION], autouse=True)
+@pytest.fixture(params=[BY_TRACEPOINT, pytest.param(BY_FUNCTION, marks=pytest.mark.fexit)], autouse=True)
 def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Observe the page cache by tracepoints, as on Linux 6.12, and by functions, as on older kernels."""
     if request.param == BY_TRACEPOINT and observable_by() != BY_TRACEPOINT:
