@@ -1,8 +1,8 @@
 """Test tiers: skip the tests that this machine cannot run, with the reason, or fail them if their tier is required.
 
-Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, filemap, fexit, and the names of
-a model (gemma) and of programs (clang, zsh) that a test runs. The last line of the output lists the missing tiers and how to
-install each. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
+Tiers are markers: mount, llama, stock, server, redis, transformers, models, cgroup, bpf, filemap, fexit, resource, and
+the names of a model (gemma) and of programs (clang, zsh) that a test runs. The last line of the output lists the missing
+tiers and how to install each. LLMCACHE_REQUIRE_TIERS=mount,llama turns a skip in those tiers into a failure.
 """
 
 from __future__ import annotations

@@ -130,6 +130,8 @@ class Lrfu:
         """Yield keys from the queue, lowest value first; the caller has to push them again."""
         while self._queue:
             value, key = heapq.heappop(self._queue)
+            if self._queue and self._queue[0] == (value, key):
+                continue  # a key that was retired and then used again has two equal entries
             if key not in self._kept:
                 self._queued.discard(key)
             elif value < self.value(key):

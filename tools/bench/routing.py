@@ -172,13 +172,13 @@ def locality(routing: Routing, experts: int) -> Locality:
 
 
 def _hot(uses: NDArray[np.int64], token_uses: int, room: int) -> NDArray[np.int64]:
-    hot, hits = HotSet(), np.zeros(len(uses), np.int64)
+    hot, hits, every = HotSet(), np.zeros(len(uses), np.int64), range(int(uses.max()) + 1)
     hot.token_uses = token_uses
     for place, key in enumerate(uses.tolist()):
         hits[place] = key in hot
         hot.use(key)
         if place % token_uses == 0:
-            hot.retire(range(int(uses.max()) + 1))
+            hot.retire(every)
         hot.keep(key)
         while len(hot) > room and (victim := hot.least()) is not None:
             hot.drop(victim)
